@@ -1,0 +1,175 @@
+"""The decoder: embedding, layers of KDA or MLA with SwiGLU or experts, a residual path over depth, norm, head.
+
+Each sublayer reads from the residual stream, is pre-normed, and writes back; what "reads" means (plain sum, full or block
+Attention Residuals) is the business of residual.py. Names of weights follow the public Kimi-Linear checkpoints.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from perilune.model.cache import DecodeCache, KDACache, MLACache, Packing, positions_of
+from perilune.model.config import ComputeDtype, ModelConfig
+from perilune.model.head import cross_entropy_sum
+from perilune.model.kda import KimiDeltaAttention
+from perilune.model.linear import Linear, RMSNorm, SwiGLU
+from perilune.model.mla import LatentAttention
+from perilune.model.moe import Experts, MixtureOfExperts, Router
+from perilune.model.residual import AttentionResidual, Stream, attnres_stream, plain_stream
+from perilune.optim.matrices import Adam, Layout
+
+
+class DecoderLayer(nn.Module):
+    """Two sublayers: attention and MLP."""
+
+    def __init__(self, config: ModelConfig, index: int) -> None:
+        super().__init__()
+        self.kind = config.layer_pattern()[index]
+        self.self_attn: KimiDeltaAttention | LatentAttention
+        if self.kind == "kda":
+            self.self_attn = KimiDeltaAttention(config.hidden_size, config.kda, norm_eps=config.rms_norm_eps)
+        else:
+            self.self_attn = LatentAttention(config.hidden_size, config.mla)
+        self.mlp: SwiGLU | MixtureOfExperts
+        if config.moe is not None and config.is_moe_layer(index):
+            self.mlp = MixtureOfExperts(config.hidden_size, config.moe)
+        else:
+            self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
+        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        if config.residual != "plain":
+            self.attn_res = AttentionResidual(config.hidden_size, eps=config.rms_norm_eps)
+            self.mlp_res = AttentionResidual(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(self, stream: Stream, packing: Packing, cache: KDACache | MLACache | None = None) -> Stream:
+        h, stream = stream.read()
+        stream = stream.write(self.self_attn(self.input_layernorm(h), packing, cache))
+        h, stream = stream.read()
+        return stream.write(self.mlp(self.post_attention_layernorm(h)))
+
+
+class Decoder(nn.Module):
+    """tokens [B, T] -> logits [B, T, vocabulary]. Packed documents: B = 1 and `cu_seqlens` [N + 1] with their borders."""
+
+    def __init__(self, config: ModelConfig, *, seed: int | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(config, index) for index in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        if config.residual != "plain":
+            self.out_res = AttentionResidual(config.hidden_size, eps=config.rms_norm_eps)
+        self.lm_head = None if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size)
+        self.compute_dtype = config.dtype()
+        if config.compute_dtype == "float64":
+            self.double()
+        generator = None if seed is None else torch.Generator().manual_seed(seed)
+        self.reset_parameters(generator)
+
+    @torch.no_grad()
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Matrices and embeddings N(0, initializer_range); gates as Kimi Delta Attention asks; queries zero."""
+        std = self.config.initializer_range
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding | Router):
+                module.weight.normal_(0.0, std, generator=generator)
+            elif isinstance(module, Experts):
+                module.gate_up_proj.normal_(0.0, std, generator=generator)
+                module.down_proj.normal_(0.0, std, generator=generator)
+            elif isinstance(module, KimiDeltaAttention):
+                module.reset_gate(generator)
+
+    def forward(self, tokens_BT: Tensor, *, cu_seqlens: Tensor | None = None, cache: DecodeCache | None = None) -> Tensor:
+        return self.logits(self.hidden(tokens_BT, cu_seqlens=cu_seqlens, cache=cache))
+
+    def hidden(self, tokens_BT: Tensor, *, cu_seqlens: Tensor | None = None, cache: DecodeCache | None = None) -> Tensor:
+        """Final normed hidden states [B, T, hidden]."""
+        self._check(tokens_BT, cu_seqlens, cache)
+        start = 0 if cache is None else cache.length
+        rotates = self.config.mla.rope is not None
+        positions = positions_of(tokens_BT, cu_seqlens, start) if rotates else None
+        packing = Packing(cu_seqlens=cu_seqlens, positions=positions)
+        stream = self._open(self.embed_tokens(tokens_BT).to(self.compute_dtype))
+        for index, layer in enumerate(self.layers):
+            stream = layer(stream, packing, None if cache is None else cache.layers[index])
+        if cache is not None:
+            cache.length += tokens_BT.shape[1]
+        h, _ = stream.read()
+        return self.norm(h)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """In at least float32, whatever the compute dtype."""
+        logits = nn.functional.linear(hidden, self.head_weight().to(hidden.dtype))
+        return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+
+    def loss(self, tokens_BT: Tensor, targets_BT: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+        """Sum over valid targets (!= -100) of the cross entropy in nats; a float32 scalar."""
+        hidden = self.hidden(tokens_BT, cu_seqlens=cu_seqlens)
+        return cross_entropy_sum(hidden.flatten(0, 1), self.head_weight(), targets_BT.flatten())
+
+    def head_weight(self) -> Tensor:
+        return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+
+    def new_cache(self) -> DecodeCache:
+        return DecodeCache([KDACache() if kind == "kda" else MLACache() for kind in self.config.layer_pattern()])
+
+    def set_compute_dtype(self, name: ComputeDtype) -> None:
+        self.config = replace(self.config, compute_dtype=name)
+        self.compute_dtype = self.config.dtype()
+
+    def max_logits(self) -> Tensor:
+        """[MLA layers, heads]: largest attention logit since the recorders were last reset; -inf where none was seen."""
+        recorders = [layer.self_attn.max_logit for layer in self.layers if isinstance(layer.self_attn, LatentAttention)]
+        if not recorders:
+            return torch.empty(0, self.config.mla.num_attention_heads)
+        device = self.embed_tokens.weight.device
+        return torch.stack([recorder.value.to(device, torch.float32) for recorder in recorders])
+
+    def after_optimizer_step(self) -> Tensor | None:
+        """Move router biases towards balance; returns the worst load imbalance over layers, None without experts."""
+        imbalances = [router.update_bias() for router in self._routers()]
+        return torch.stack(imbalances).max() if imbalances else None
+
+    def discard_step_statistics(self) -> None:
+        """Forget what a skipped step counted."""
+        for router in self._routers():
+            router.discard_counts()
+
+    def num_parameters(self, *, active: bool = False, embedding: bool = True) -> int:
+        """All parameters, or those a token meets (its experts only)."""
+        total = sum(parameter.numel() for parameter in self.parameters())
+        if not embedding and self.lm_head is not None:
+            total -= self.embed_tokens.weight.numel()
+        if active and self.config.moe is not None:
+            moe = self.config.moe
+            experts = sum(p.numel() for m in self.modules() if isinstance(m, Experts) for p in m.parameters())
+            total -= experts - experts * moe.num_experts_per_token // moe.num_experts
+        return total
+
+    def logical_matrices(self) -> Mapping[str, Layout]:
+        embedding: dict[str, Layout] = {"embed_tokens.weight": Adam(weight_decay=True)}
+        return embedding if self.lm_head is None else {**embedding, "lm_head.weight": Adam(weight_decay=True)}
+
+    def _routers(self) -> list[Router]:
+        return [module for module in self.modules() if isinstance(module, Router)]
+
+    def _open(self, embedding: Tensor) -> Stream:
+        if self.config.residual == "plain":
+            return plain_stream(embedding)
+        sites = [site for layer in self.layers for site in (layer.attn_res, layer.mlp_res)]
+        block = 1 if self.config.residual == "attnres" else self.config.block_sublayers
+        return attnres_stream(embedding, [*sites, self.out_res], block_sublayers=block)
+
+    @staticmethod
+    def _check(tokens_BT: Tensor, cu_seqlens: Tensor | None, cache: DecodeCache | None) -> None:
+        if tokens_BT.ndim != 2:
+            raise ValueError(f"tokens must be [batch, time], got shape {tuple(tokens_BT.shape)}")
+        if cu_seqlens is not None and tokens_BT.shape[0] != 1:
+            raise ValueError(
+                f"cu_seqlens describes one packed row, so tokens must be [1, time], got {tuple(tokens_BT.shape)}: "
+                "flatten the batch into one row"
+            )
+        if cu_seqlens is not None and cache is not None:
+            raise ValueError("a decode cache holds one sequence per batch row; drop cu_seqlens or the cache")

@@ -1,0 +1,75 @@
+"""Decoding without a server: prefill, then one token at a time through the cache, as a stream of token ids."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from perilune.model.decoder import Decoder
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingConfig:
+    max_new_tokens: int = 128
+    temperature: float = 0.8
+    """0 is greedy."""
+    top_p: float = 0.95
+    top_k: int = 0
+    """Keep the k most likely tokens; 0 keeps all."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 0:
+            raise ValueError(f"max_new_tokens must be >= 0, got {self.max_new_tokens!r}")
+        if self.temperature < 0:
+            raise ValueError(f"temperature must be >= 0 (0 is greedy), got {self.temperature!r}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1], got {self.top_p!r}")
+        if self.top_k < 0:
+            raise ValueError(f"top_k must be >= 0 (0 keeps all), got {self.top_k!r}")
+
+
+@torch.no_grad()
+def generate(
+    model: Decoder,
+    prompt: Sequence[int],
+    sampling: SamplingConfig,
+    *,
+    stop: frozenset[int] = frozenset(),
+    forbidden: Sequence[int] = (),
+) -> Iterator[int]:
+    """Yield new token ids one by one; ends before a stop token. `forbidden` ids are never sampled."""
+    if not prompt:
+        raise ValueError("the prompt must hold at least one token: begin with the document-start token")
+    was_training = model.training
+    model.eval()
+    try:
+        device = model.embed_tokens.weight.device
+        generator = torch.Generator(device="cpu").manual_seed(sampling.seed)
+        banned = torch.tensor(list(forbidden), dtype=torch.long)
+        cache = model.new_cache()
+        hidden = model.hidden(torch.tensor([list(prompt)], device=device), cache=cache)
+        for _ in range(sampling.max_new_tokens):
+            logits = model.logits(hidden[0, -1]).float().cpu()
+            logits[banned] = float("-inf")
+            token = pick(logits, sampling, generator)
+            if token in stop:
+                return
+            yield token
+            hidden = model.hidden(torch.tensor([[token]], device=device), cache=cache)
+    finally:
+        model.train(was_training)
+
+
+def pick(logits_V: Tensor, sampling: SamplingConfig, generator: torch.Generator) -> int:
+    """One sample from softmax(logits / temperature) cut to top-k and the smallest set of mass top-p."""
+    if sampling.temperature == 0:
+        return int(logits_V.argmax())
+    logits_V = logits_V / sampling.temperature
+    if 0 < sampling.top_k < logits_V.numel():
+        logits_V = logits_V.masked_fill(logits_V < logits_V.topk(sampling.top_k).values[-1], float("-inf"))
+    probabilities, order = logits_V.softmax(-1).sort(descending=True)
+    before = probabilities.cumsum(-1) - probabilities
+    probabilities[before >= sampling.top_p] = 0.0
+    return int(order[torch.multinomial(probabilities, 1, generator=generator)])

@@ -1,0 +1,141 @@
+"""Multi-head Latent Attention (arXiv 2405.04434), with NoPE (Kimi Linear), RoPE or YaRN (DeepSeek-V3, Kimi K2).
+
+    c   = RMSNorm(W_kva x)[:R]                 one latent of rank R per token: all that decoding has to keep,
+    k_r = (W_kva x)[R:]                        together with a small key part shared by all heads (rotated unless NoPE)
+    q   = W_q x  or  W_qb RMSNorm(W_qa x)      per head: nope part, then rope part
+    k_h = [W_uk,h c ; k_r],  v_h = W_uv,h c    W_kvb holds, per head, the key rows and then the value rows
+    y   = W_o concat_h softmax(s q_h k_h^T) v_h
+
+Decoding one token absorbs W_uk into the query and W_uv into the output, so attention runs over the latents themselves
+(one shared head of width R + rope) and never expands keys. The layer reports the exact maximum logit per head, which is
+what QK-Clip needs.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from perilune.kernels.attention import attention
+from perilune.model.cache import MLACache, Packing
+from perilune.model.linear import Linear, RMSNorm
+from perilune.model.rope import RopeConfig, rotate, rotation, softmax_scale_factor
+from perilune.optim.heads import MaxLogitRecorder, QKHeads, mla_heads
+from perilune.optim.matrices import ColumnBlocks, Layout, RowBlocks
+
+LATENT_NORM_EPS = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLAConfig:
+    num_attention_heads: int = 4
+    q_lora_rank: int | None = None
+    """Rank of the query compression; None: one full projection."""
+    kv_lora_rank: int = 64
+    qk_nope_head_dim: int = 32
+    qk_rope_head_dim: int = 16
+    """Width of the key part shared by all heads; rotated only when `rope` is given."""
+    v_head_dim: int = 32
+    rope: RopeConfig | None = None
+    """None is NoPE (`mla_use_nope`)."""
+
+    def __post_init__(self) -> None:
+        if self.rope is not None and self.qk_rope_head_dim % 2:
+            raise ValueError(f"mla.qk_rope_head_dim must be even to be rotated, got {self.qk_rope_head_dim!r}")
+
+    @property
+    def qk_head_dim(self) -> int:
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+
+class LatentAttention(nn.Module):
+    """x [B, T, hidden] -> [B, T, hidden]; causal softmax attention with a latent cache."""
+
+    def __init__(self, hidden_size: int, config: MLAConfig) -> None:
+        super().__init__()
+        self.config = config
+        heads = config.num_attention_heads
+        if config.q_lora_rank is None:
+            self.q_proj = Linear(hidden_size, heads * config.qk_head_dim)
+        else:
+            self.q_a_proj = Linear(hidden_size, config.q_lora_rank)
+            self.q_a_layernorm = RMSNorm(config.q_lora_rank, eps=LATENT_NORM_EPS)
+            self.q_b_proj = Linear(config.q_lora_rank, heads * config.qk_head_dim)
+        self.kv_a_proj_with_mqa = Linear(hidden_size, config.kv_lora_rank + config.qk_rope_head_dim)
+        self.kv_a_layernorm = RMSNorm(config.kv_lora_rank, eps=LATENT_NORM_EPS)
+        self.kv_b_proj = Linear(config.kv_lora_rank, heads * (config.qk_nope_head_dim + config.v_head_dim))
+        self.o_proj = Linear(heads * config.v_head_dim, hidden_size)
+        self.scale = config.qk_head_dim**-0.5 * softmax_scale_factor(config.rope)
+        self.max_logit = MaxLogitRecorder(heads, self)
+
+    def forward(self, x_BTD: Tensor, packing: Packing, cache: MLACache | None = None) -> Tensor:
+        config = self.config
+        q = self._queries(x_BTD)
+        latent, k_rope = self.kv_a_proj_with_mqa(x_BTD).split([config.kv_lora_rank, config.qk_rope_head_dim], dim=-1)
+        latent = self.kv_a_layernorm(latent)
+        if config.rope is not None:
+            q_nope, q_rope = q.split([config.qk_nope_head_dim, config.qk_rope_head_dim], dim=-1)
+            assert packing.positions is not None, "the decoder computes positions when a layer rotates"
+            cos, sin = rotation(config.rope, packing.positions, config.qk_rope_head_dim)
+            q = torch.cat([q_nope, rotate(q_rope, cos, sin, interleaved=config.rope.interleaved)], dim=-1)
+            k_rope = rotate(k_rope.unsqueeze(-2), cos, sin, interleaved=config.rope.interleaved).squeeze(-2)
+
+        if cache is not None:
+            latent, k_rope = cache.append(torch.cat([latent, k_rope], dim=-1)).split(
+                [config.kv_lora_rank, config.qk_rope_head_dim], dim=-1
+            )
+            if x_BTD.shape[1] == 1:
+                return self.o_proj(self._absorbed(q, latent, k_rope))
+        o, max_logit = attention(q, *self._expand(latent, k_rope), scale=self.scale, cu_seqlens=packing.cu_seqlens)
+        self.max_logit.update(max_logit)
+        return self.o_proj(o.flatten(-2))
+
+    def _queries(self, x_BTD: Tensor) -> Tensor:
+        if self.config.q_lora_rank is None:
+            q = self.q_proj(x_BTD)
+        else:
+            q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_BTD)))
+        return q.unflatten(-1, (self.config.num_attention_heads, self.config.qk_head_dim))
+
+    def _expand(self, latent_BTR: Tensor, k_rope_BTE: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of every head."""
+        config = self.config
+        expanded = self.kv_b_proj(latent_BTR).unflatten(-1, (config.num_attention_heads, -1))
+        k_nope, v = expanded.split([config.qk_nope_head_dim, config.v_head_dim], dim=-1)
+        shared = k_rope_BTE.unsqueeze(-2).expand(*k_nope.shape[:-1], -1)
+        return torch.cat([k_nope, shared], dim=-1), v
+
+    def _absorbed(self, q_BTHE: Tensor, latent_BSR: Tensor, k_rope_BSE: Tensor) -> Tensor:
+        """One decoding step over the latents: q W_uk instead of W_uk c for every cached token."""
+        config = self.config
+        q_nope, q_rope = q_BTHE.split([config.qk_nope_head_dim, config.qk_rope_head_dim], dim=-1)
+        per_head = self.kv_b_proj.weight.to(q_BTHE.dtype).unflatten(0, (config.num_attention_heads, -1))
+        up_k, up_v = per_head.split([config.qk_nope_head_dim, config.v_head_dim], dim=1)
+        q = torch.cat([torch.einsum("bthn,hnr->bthr", q_nope, up_k), q_rope], dim=-1)
+        k = torch.cat([latent_BSR, k_rope_BSE], dim=-1).unsqueeze(-2)
+        o, _ = attention(q, k, latent_BSR.unsqueeze(-2), scale=self.scale)
+        return torch.einsum("bthr,hvr->bthv", o, up_v).flatten(-2)
+
+    def logical_matrices(self) -> Mapping[str, Layout]:
+        config = self.config
+        heads = config.num_attention_heads
+        query = "q_proj.weight" if config.q_lora_rank is None else "q_b_proj.weight"
+        return {
+            query: RowBlocks((config.qk_head_dim,) * heads),
+            "kv_b_proj.weight": RowBlocks((config.qk_nope_head_dim, config.v_head_dim) * heads),
+            "o_proj.weight": ColumnBlocks((config.v_head_dim,) * heads),
+        }
+
+    def qk_heads(self) -> QKHeads:
+        config = self.config
+        query = self.q_proj if config.q_lora_rank is None else self.q_b_proj
+        return mla_heads(
+            q_weight=query.weight,
+            kv_b_weight=self.kv_b_proj.weight,
+            num_heads=config.num_attention_heads,
+            nope=config.qk_nope_head_dim,
+            rope=config.qk_rope_head_dim,
+            v_dim=config.v_head_dim,
+            recorder=self.max_logit,
+        )
