@@ -1,0 +1,5 @@
+"""`python -m perilune` is the command line."""
+
+from perilune.cli import main
+
+main()

@@ -1,0 +1,447 @@
+"""`perilune <verb>`: every verb is a function with typed arguments; tyro turns them into flags and help.
+
+Errors a person can do something about come out as one line and exit code 1; wrong arguments exit with 2; an interrupted
+training exits with 130 after saving. `--json` prints one JSON document on standard output and nothing else there.
+"""
+
+import dataclasses
+import difflib
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from perilune import __version__
+
+if TYPE_CHECKING:
+    from perilune.train.run_config import RunConfig
+
+USAGE = """\
+usage: perilune <verb> [arguments]
+
+  train RECIPE       pre-train a model              perilune train nano --optimizer.lr 3e-3
+  generate RUN       continue a prompt              perilune generate nano --prompt "import os"
+  data RECIPE        look at tokens and packing     perilune data nano
+  report RUN         write the report of a run      perilune report nano
+  export RUN FOLDER  write it for transformers      perilune export nano ./nano-hf
+  doctor             what this machine can do       perilune doctor
+
+`perilune <verb> --help` shows all arguments. Every reporting verb takes --json.
+"""
+
+
+class UserError(Exception):
+    """What went wrong and what to do, in one line."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(USAGE, end="")
+        raise SystemExit(0 if arguments else 2)
+    if arguments[0] == "--version":
+        print(f"perilune {__version__}")
+        return
+    verb = VERBS.get(arguments[0])
+    if verb is None:
+        _fail(f"unknown verb {arguments[0]!r}{_nearest(arguments[0], VERBS)}; `perilune --help` lists them", code=2)
+    try:
+        verb(arguments[1:])
+    except UserError as error:
+        _fail(str(error))
+    except BrokenPipeError:
+        # The reader (head, less) has gone; leave quietly, and keep Python from complaining at exit.
+        sys.stdout = None
+    except (ValueError, RuntimeError, OSError) as error:
+        if type(error).__module__.split(".")[0] != "perilune" and not isinstance(error, OSError):
+            raise
+        _fail(str(error))
+    except ModuleNotFoundError as error:
+        extra = MODULE_EXTRAS.get((error.name or "").split(".")[0])
+        if extra is None:
+            raise
+        _fail(f"this verb needs {error.name!r}: pip install 'perilune[{extra}]'")
+
+
+def _fail(message: str, code: int = 1) -> None:
+    print(f"perilune: {message}", file=sys.stderr)
+    raise SystemExit(code)
+
+
+def _nearest(name: str, known: Any) -> str:
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f", did you mean {near[0]!r}?" if near else ""
+
+
+MODULE_EXTRAS = {
+    "torch": "train", "safetensors": "train", "tokenizers": "train", "zstandard": "train", "tensorboard": "train",
+    "pyarrow": "parquet",
+}  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# train
+
+
+@dataclass(kw_only=True)
+class TrainFlags:
+    resume: bool = False
+    """Continue the run of this name from its last checkpoint."""
+    overwrite: bool = False
+    """Replace the run of this name."""
+    runs: str = "runs"
+    """Folder that holds runs."""
+    set: tuple[str, ...] = ()
+    """Fields by path with a JSON value, for what has no flag: --set 'model.moe={"num_experts": 8}'"""
+    json: bool = False
+    """Print the summary as JSON."""
+    quiet: bool = False
+    """No progress bar and no lines in between."""
+
+
+def train_verb(arguments: list[str]) -> None:
+    """Pre-train a model from a recipe; every field of the recipe is a flag."""
+    from perilune.recipes import RECIPES
+
+    name, rest = _positional(arguments, "RECIPE", f"one of {', '.join(RECIPES)}, or a run to --resume", "perilune train nano")
+    default = _train_default(name, rest)
+    from perilune.train import RunConfig, train
+
+    flags, config = _parse_run(
+        f"perilune train {name}",
+        "Pre-train a model from a recipe; every field of the recipe is a flag.\n\n"
+        f"example: perilune train {name} --trainer.steps 100 --optimizer.lr 2e-3",
+        TrainFlags,
+        RunConfig,
+        default,
+        rest,
+    )
+    summary = train(
+        config, runs_folder=flags.runs, resume=flags.resume, overwrite=flags.overwrite, quiet=flags.quiet or flags.json
+    )
+    if flags.json:
+        _print_json(summary)
+        return
+    for sample in summary.get("samples", []):
+        print(f"\n--- sample\n{sample['prompt']}{sample['text']}")
+    print(f"\n{_summary_line(summary)}")
+
+
+def _train_default(name: str, rest: list[str]) -> "RunConfig":
+    """A recipe's config; or, when resuming, that of the run itself."""
+    from perilune.recipes import recipe
+
+    if "--resume" in rest:
+        runs = rest[rest.index("--runs") + 1] if "--runs" in rest[:-1] else "runs"
+        folder = Path(runs) / name
+        if (folder / "config.json").exists():
+            from perilune.train.run_folder import read_config
+
+            return read_config(folder)
+    return recipe(name)
+
+
+def _summary_line(summary: dict[str, Any]) -> str:
+    def shown(name: str, form: str) -> str:
+        return "-" if summary.get(name) is None else format(summary[name], form)
+
+    return (
+        f"{summary.get('steps', 0)} steps, {summary.get('tokens', 0):,} tokens: validation "
+        f"{shown('valid_bits_per_byte', '.3f')} bits per byte (loss {shown('valid_loss', '.3f')}), "
+        f"{shown('tokens_per_s', ',.0f')} tokens/s; report: {summary.get('report')}"
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# generate
+
+
+@dataclass(kw_only=True)
+class GenerateFlags:
+    prompt: str = ""
+    """Text to continue; "-" reads standard input."""
+    max_new_tokens: int = 200
+    temperature: float = 0.8
+    """0 is greedy."""
+    top_p: float = 0.95
+    top_k: int = 0
+    seed: int = 0
+    device: str = "cpu"
+    runs: str = "runs"
+    """Folder that holds runs."""
+    json: bool = False
+    """Print prompt, text, tokens and speed as JSON at the end instead of streaming."""
+
+
+def generate_verb(arguments: list[str]) -> None:
+    """Continue a prompt with a trained run, streaming."""
+    name, rest = _positional(arguments, "RUN", "a run's name or folder", 'perilune generate nano --prompt "import os"')
+    flags = _parse(
+        f"perilune generate {name}",
+        f'Continue a prompt with a trained run, streaming.\n\nexample: perilune generate {name} --prompt "import os"',
+        GenerateFlags,
+        rest,
+    )
+    import time
+
+    from perilune.data import StreamDecoder
+    from perilune.model import SamplingConfig, generate
+    from perilune.train.evaluate import forbidden_tokens
+    from perilune.train.run_folder import load_run
+
+    model, tokenizer, _ = load_run(_run_folder(name, flags.runs), device=flags.device)
+    prompt = sys.stdin.read() if flags.prompt == "-" else flags.prompt
+    try:
+        sampling = SamplingConfig(
+            max_new_tokens=flags.max_new_tokens, temperature=flags.temperature, top_p=flags.top_p, top_k=flags.top_k,
+            seed=flags.seed,
+        )  # fmt: skip
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    ids = [tokenizer.bos_id, *tokenizer.encode(prompt)]
+    stream = StreamDecoder(tokenizer)
+    began, tokens, text = time.perf_counter(), [], ""
+    if not flags.json:
+        print(prompt, end="", flush=True)
+    for token in generate(
+        model, ids, sampling, stop=frozenset({tokenizer.eos_id}), forbidden=forbidden_tokens(model, tokenizer)
+    ):
+        tokens.append(token)
+        piece = stream.push(token)
+        text += piece
+        if not flags.json:
+            print(piece, end="", flush=True)
+    text += (tail := stream.finish())
+    seconds = time.perf_counter() - began
+    if flags.json:
+        speed = round(len(tokens) / seconds, 1) if seconds else None
+        _print_json({"prompt": prompt, "text": text, "tokens": tokens, "tokens_per_s": speed})
+    else:
+        print(tail)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# data, report, export, doctor
+
+
+@dataclass(kw_only=True)
+class DataFlags:
+    rows: int = 3
+    """Packed rows to show."""
+    set: tuple[str, ...] = ()
+    """Fields by path with a JSON value, as in `perilune train`."""
+    json: bool = False
+
+
+def data_verb(arguments: list[str]) -> None:
+    """What a recipe's corpus looks like after tokenising and packing."""
+    from perilune.recipes import RECIPES, recipe
+
+    name, rest = _positional(arguments, "RECIPE", f"one of {', '.join(RECIPES)}", "perilune data nano")
+    default = recipe(name)
+    from perilune.train import RunConfig
+
+    flags, config = _parse_run(
+        f"perilune data {name}",
+        "What a recipe's corpus looks like after tokenising and packing.\n\n"
+        f"example: perilune data {name} --data.corpus.source ./texts",
+        DataFlags,
+        RunConfig,
+        default,
+        rest,
+    )
+    from perilune.data import Corpus, inspect, tokenize_corpus, train_tokenizer
+
+    corpus = Corpus(config.data.corpus)
+    tokenizer = train_tokenizer(corpus, config.data.vocab_size, cache_dir=config.data.cache_dir)
+    stores = tokenize_corpus(corpus, tokenizer, cache_dir=config.data.cache_dir)
+    found = inspect(corpus, tokenizer, stores, seq_len=config.data.seq_len, seed=config.seed, num_rows=flags.rows)
+    if flags.json:
+        _print_json(found)
+        return
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+    table = Table(box=box.SIMPLE, title=f"{found['source']}, vocabulary {found['vocab_size']:,}", title_justify="left")
+    for column in ("split", "documents", "tokens", "bytes", "bytes/token", "median tokens", "longest"):
+        table.add_column(column, justify="left" if column == "split" else "right")
+    for split, numbers in found["splits"].items():
+        lengths = numbers["document_tokens"]
+        table.add_row(
+            split, f"{numbers['documents']:,}", f"{numbers['tokens']:,}", f"{numbers['bytes']:,}",
+            str(numbers["bytes_per_token"]), str(lengths.get("p50", "-")), str(lengths.get("p100", "-")),
+        )  # fmt: skip
+    console.print(table)
+    console.print(f"rows of {found['seq_len']} tokens, {found['rows_per_epoch']:,} an epoch; a bar marks a document's start")
+    for row in found["rows"]:
+        console.print(Text(f"row {row['row']}: {row['text']}"))
+    if found["skipped"]:
+        console.print(f"skipped: {found['skipped']}")
+
+
+@dataclass(kw_only=True)
+class ReportFlags:
+    runs: str = "runs"
+    png: bool = False
+    """Also write the plots as PNG files beside the page."""
+    json: bool = False
+
+
+def report_verb(arguments: list[str]) -> None:
+    """Write the HTML report of a run again, also of one that is still training."""
+    name, rest = _positional(arguments, "RUN", "a run's name or folder", "perilune report nano")
+    help_text = f"Write the HTML report of a run, also while it trains.\n\nexample: perilune report {name} --png"
+    flags = _parse(f"perilune report {name}", help_text, ReportFlags, rest)
+    from perilune.report import write_training_report
+
+    path = write_training_report(_run_folder(name, flags.runs), png=flags.png)
+    _print_json({"report": str(path)}) if flags.json else print(f"report: {path}")
+
+
+@dataclass(kw_only=True)
+class ExportFlags:
+    runs: str = "runs"
+    json: bool = False
+
+
+def export_verb(arguments: list[str]) -> None:
+    """Write a run as a folder that transformers reads (config.json, safetensors, tokenizer.json)."""
+    name, rest = _positional(arguments, "RUN", "a run's name or folder", "perilune export nano ./nano-hf")
+    folder, rest = _positional(rest, "FOLDER", "the folder to write", "perilune export nano ./nano-hf")
+    help_text = f"Write a run as a folder of safetensors.\n\nexample: perilune export {name} ./{name}-hf"
+    flags = _parse(f"perilune export {name} {folder}", help_text, ExportFlags, rest)
+    from perilune import hub
+    from perilune.train.run_folder import load_run
+
+    model, tokenizer, _ = load_run(_run_folder(name, flags.runs))
+    hub.save_pretrained(
+        model, folder, bos_token_id=tokenizer.bos_id, eos_token_id=tokenizer.eos_id, pad_token_id=tokenizer.pad_id
+    )
+    tokenizer.save(Path(folder) / "tokenizer.json")
+    kind = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))["model_type"]
+    if flags.json:
+        _print_json({"folder": folder, "model_type": kind, "parameters": model.num_parameters()})
+    else:
+        print(f"{folder}: {model.num_parameters():,} parameters as model_type {kind!r}")
+
+
+@dataclass(kw_only=True)
+class DoctorFlags:
+    json: bool = False
+
+
+def doctor_verb(arguments: list[str]) -> None:
+    """What this machine can do, what it cannot, and why."""
+    help_text = "What this machine can do, what it cannot, and why.\n\nexample: perilune doctor --json"
+    flags = _parse("perilune doctor", help_text, DoctorFlags, arguments)
+    from perilune.doctor import examine, show
+
+    found = examine()
+    _print_json(found) if flags.json else show(found)
+
+
+VERBS: dict[str, Callable[[list[str]], None]] = {
+    "train": train_verb,
+    "generate": generate_verb,
+    "data": data_verb,
+    "report": report_verb,
+    "export": export_verb,
+    "doctor": doctor_verb,
+}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# arguments
+
+
+def _positional(arguments: list[str], name: str, expected: str, example: str) -> tuple[str, list[str]]:
+    """The leading positional argument and the rest."""
+    if not arguments or arguments[0].startswith("-"):
+        if arguments and arguments[0] in ("-h", "--help"):
+            print(f"{name} comes first: {expected}\n\nexample: {example}\nall flags: {example.split(' --')[0]} --help")
+            raise SystemExit(0)
+        _fail(f"{name} is missing: {expected} (example: {example})", code=2)
+    return arguments[0], arguments[1:]
+
+
+def _parse(prog: str, description: str, flags: type[Any], arguments: list[str]) -> Any:
+    return tyro.cli(flags, prog=prog, description=description, args=arguments)
+
+
+def _parse_run(
+    prog: str, description: str, flags: type[Any], run: type[Any], default: Any, arguments: list[str]
+) -> tuple[Any, Any]:
+    """Flags of the verb, and the recipe with its overrides."""
+    given = _with_set(default, arguments)
+    both = dataclasses.make_dataclass(
+        "Arguments",
+        [("flags", Annotated[flags, tyro.conf.arg(name="")]), ("run", Annotated[run, tyro.conf.arg(name="")])],
+        kw_only=True,
+    )
+    parsed = tyro.cli(
+        both,
+        prog=prog,
+        description=description,
+        args=arguments,
+        default=both(flags=flags(), run=given),
+        config=(tyro.conf.AvoidSubcommands,),
+    )
+    return parsed.flags, parsed.run
+
+
+def _with_set(config: Any, arguments: list[str]) -> Any:
+    """Apply the --set path=value overrides before the flags, so that help shows them."""
+    from perilune.train.config_file import from_plain, to_plain
+
+    plain = to_plain(config)
+    values: list[str] = []
+    for index, argument in enumerate(arguments):
+        if argument == "--set":
+            values += _until_flag(arguments[index + 1 :])
+    for assignment in values:
+        path, equals, text = assignment.partition("=")
+        if not equals:
+            raise UserError(f"--set {assignment!r}: expected path=value, for example model.block_sublayers=6")
+        try:
+            value = json.loads(text)
+        except json.JSONDecodeError:
+            value = text
+        *parents, last = path.split(".")
+        place = plain
+        for parent in parents:
+            if not isinstance(place.get(parent), dict):
+                raise UserError(f"--set {path!r}: {parent!r} has no fields{_nearest(parent, place)}")
+            place = place[parent]
+        if last not in place:
+            raise UserError(f"--set {path!r}: there is no field {last!r}{_nearest(last, place)}")
+        place[last] = value
+    try:
+        return from_plain(type(config), plain) if values else config
+    except ValueError as error:
+        raise UserError(str(error)) from None
+
+
+def _until_flag(arguments: list[str]) -> list[str]:
+    end = next((index for index, argument in enumerate(arguments) if argument.startswith("--")), len(arguments))
+    return arguments[:end]
+
+
+def _run_folder(name: str, runs: str) -> Path:
+    """A run by name, or any folder that is one."""
+    for folder in (Path(runs) / name, Path(name)):
+        if (folder / "config.json").exists():
+            return folder
+    known = [path.parent.name for path in Path(runs).glob("*/config.json")]
+    listed = f"; runs in {runs!r}: {', '.join(sorted(known))}" if known else f"; {runs!r} holds no runs"
+    raise UserError(f"there is no run {name!r}{_nearest(name, known)}{listed}")
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2, ensure_ascii=False))

@@ -1,0 +1,148 @@
+"""What this machine can do: versions, processors, memory, accelerators, tools, and which verbs that leaves usable."""
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+EXTRAS = {
+    "train": ("torch", "safetensors", "tokenizers", "pillow", "zstandard", "tensorboard"),
+    "parquet": ("pyarrow",),
+    "gpu": ("triton",),
+    "test": ("pytest", "hypothesis", "transformers", "ruff"),
+}
+TOOLS = {
+    "chromium": "screenshots of reports and pages",
+    "bwrap": "sandboxed tools for agents (package bubblewrap)",
+    "postgres": "a journal shared by several machines (package postgresql)",
+}
+
+
+def examine() -> dict[str, Any]:
+    """Everything, as values that fit into JSON."""
+    packages = {name: _version(name) for names in EXTRAS.values() for name in names}
+    return {
+        "perilune": _version("perilune"),
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "processors": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_gib": _memory_gib(),
+        "free_disk_gib": round(shutil.disk_usage(Path.cwd()).free / 2**30, 1),
+        "packages": packages,
+        "torch": _torch() if packages["torch"] else None,
+        "tools": {name: _tool(name) for name in TOOLS},
+        "advice": _advice(packages),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _memory_gib() -> float | None:
+    try:
+        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+    except (ValueError, OSError, AttributeError):
+        return None
+
+
+def _tool(name: str) -> str | None:
+    # Debian keeps the PostgreSQL server out of PATH.
+    servers = sorted(Path("/usr/lib/postgresql").glob("*/bin/postgres")) if name == "postgres" else []
+    return shutil.which(name) or (str(servers[-1]) if servers else None)
+
+
+def _torch() -> dict[str, Any]:
+    import torch
+
+    cpu = torch.backends.cpu.get_cpu_capability()
+    gpus = [
+        {
+            "name": torch.cuda.get_device_name(index),
+            "capability": ".".join(map(str, torch.cuda.get_device_capability(index))),
+            "memory_gib": round(torch.cuda.get_device_properties(index).total_memory / 2**30, 1),
+        }
+        for index in range(torch.cuda.device_count())
+    ]
+    return {
+        "version": torch.__version__,
+        "cpu_capability": cpu,
+        "threads": torch.get_num_threads(),
+        "gpus": gpus,
+        "bf16": bool(gpus) and torch.cuda.is_bf16_supported(),
+        "operators": _check_operators(torch),
+    }
+
+
+def _check_operators(torch: Any) -> dict[str, str]:
+    """Each operator once, on a small input, against its definition."""
+    from perilune.kernels.attention import attention
+    from perilune.kernels.kda import kda
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 100, 2, 16, device=device) for _ in range(3))
+    g, beta = -torch.rand(1, 100, 2, 16, device=device), torch.rand(1, 100, 2, device=device)
+    results = {}
+    for name, run in {
+        "kda": lambda backend: kda(q, k, v, g, beta, qk_l2norm=True, backend=backend)[0],
+        "attention": lambda backend: attention(q, k, v, backend=backend)[0],
+    }.items():
+        try:
+            error = (run(None) - run("reference")).abs().max().item()
+            results[name] = "ok" if error < 1e-3 else f"differs from its definition by {error:.1e}"
+        except Exception as problem:  # a doctor reports what is broken, whatever it is
+            results[name] = f"failed: {problem}"
+    return results
+
+
+def _advice(packages: dict[str, str | None]) -> list[str]:
+    advice = []
+    for extra, names in EXTRAS.items():
+        missing = [name for name in names if packages[name] is None]
+        if missing:
+            advice.append(f"{extra}: lacks {', '.join(missing)}; pip install 'perilune[{extra}]'")
+    for name, use in TOOLS.items():
+        if _tool(name) is None:
+            advice.append(f"no {name}: needed for {use}; make system-deps (Debian)")
+    if sys.version_info < (3, 11):
+        advice.append(f"Python {platform.python_version()} is too old: 3.11 or newer")
+    return advice
+
+
+def show(found: dict[str, Any]) -> None:
+    """The same for a person."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    rows = {
+        "perilune": found["perilune"],
+        "python": f"{found['python']} on {found['system']}",
+        "machine": f"{found['processors']} processors, {found['memory_gib']} GiB memory, "
+        f"{found['free_disk_gib']} GiB free disk",
+    }
+    if found["torch"]:
+        torch = found["torch"]
+        rows["torch"] = f"{torch['version']}, {torch['threads']} threads, {torch['cpu_capability']}"
+        gpus = [f"{gpu['name']} ({gpu['memory_gib']} GiB, sm {gpu['capability']})" for gpu in torch["gpus"]]
+        rows["gpu"] = ", ".join(gpus) or "none: training runs on the CPU in float32"
+        rows["operators"] = ", ".join(f"{name} {state}" for name, state in torch["operators"].items())
+    else:
+        rows["torch"] = "not installed: train, generate and data need it"
+    rows["packages"] = ", ".join(f"{name} {version}" for name, version in found["packages"].items() if version)
+    rows["tools"] = ", ".join(name for name, path in found["tools"].items() if path) or "none"
+    for name, value in rows.items():
+        table.add_row(f"[bold]{name}[/bold]", str(value))
+    console.print(table)
+    for line in found["advice"]:
+        console.print(f"- {line}", style="yellow", markup=False)
+    if not found["advice"]:
+        console.print("nothing is missing", style="green")

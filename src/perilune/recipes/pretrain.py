@@ -1,0 +1,118 @@
+"""Pre-training: Kimi-Linear layers, Block Attention Residuals and MuonClip, from a laptop to one large GPU."""
+
+from dataclasses import replace
+
+from perilune.data import CorpusConfig
+from perilune.model import KDAConfig, MLAConfig, ModelConfig, MoEConfig
+from perilune.train import DataConfig, OptimizerConfig, RunConfig, ScheduleConfig, TrainerConfig
+
+
+def micro() -> RunConfig:
+    """Seconds on one core, on a generated corpus: to see that an installation works."""
+    return RunConfig(
+        name="micro",
+        model=ModelConfig(
+            vocab_size=512,
+            hidden_size=64,
+            num_hidden_layers=4,
+            kda=KDAConfig(num_heads=2, head_dim=32),
+            mla=MLAConfig(num_attention_heads=2, kv_lora_rank=32, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32),
+            intermediate_size=192,
+        ),
+        data=DataConfig(corpus=CorpusConfig(source="generated"), vocab_size=512, seq_len=128),
+        optimizer=OptimizerConfig(lr=5e-3),
+        schedule=ScheduleConfig(warmup_steps=5),
+        trainer=TrainerConfig(steps=60, global_batch_rows=8, micro_batch_rows=8, eval_every=20, checkpoint_every=30),
+    )
+
+
+def nano() -> RunConfig:
+    """The whole recipe on the sources of Python's standard library, within five minutes on two cores."""
+    return RunConfig(
+        name="nano",
+        model=ModelConfig(
+            vocab_size=4096,
+            hidden_size=192,
+            num_hidden_layers=8,
+            kda=KDAConfig(num_heads=3, head_dim=64),
+            mla=MLAConfig(
+                num_attention_heads=3, kv_lora_rank=96, qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64
+            ),
+            intermediate_size=512,
+            residual="block_attnres",
+            block_sublayers=4,
+        ),
+        data=DataConfig(corpus=CorpusConfig(source="stdlib"), vocab_size=4096, seq_len=512),
+        optimizer=OptimizerConfig(lr=4e-3),
+        schedule=ScheduleConfig(warmup_steps=10),
+        trainer=TrainerConfig(
+            steps=300,
+            global_batch_rows=8,
+            micro_batch_rows=8,
+            eval_every=50,
+            checkpoint_every=100,
+            sample_prompts=("import os\n\n\ndef ", "class Queue:\n    def __init__(self"),
+            sample_tokens=120,
+        ),
+    )
+
+
+def nano_adamw() -> RunConfig:
+    """`nano` with AdamW in place of MuonClip, at a learning rate of its own: the baseline to compare with."""
+    run = nano()
+    return replace(run, name="nano_adamw", optimizer=OptimizerConfig(kind="adamw", lr=4e-3))
+
+
+def nano_moe() -> RunConfig:
+    """`nano` with experts in every layer but the first."""
+    run = nano()
+    moe = MoEConfig(num_experts=8, num_experts_per_token=2, moe_intermediate_size=192, routed_scaling_factor=2.446)
+    return replace(run, name="nano_moe", model=replace(run.model, moe=moe))
+
+
+def small() -> RunConfig:
+    """About 60M parameters on a folder of text, bf16 on one GPU in minutes. Give the corpus: --data.corpus.source PATH"""
+    run = nano()
+    return replace(
+        run,
+        name="small",
+        model=ModelConfig(
+            vocab_size=16384,
+            hidden_size=512,
+            num_hidden_layers=16,
+            kda=KDAConfig(num_heads=8, head_dim=64),
+            mla=MLAConfig(num_attention_heads=8, kv_lora_rank=256, qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64),
+            intermediate_size=1408,
+            residual="block_attnres",
+            block_sublayers=4,
+        ),
+        data=replace(run.data, vocab_size=16384, seq_len=1024),
+        optimizer=OptimizerConfig(lr=2e-3),
+        schedule=ScheduleConfig(warmup_steps=100),
+        trainer=replace(
+            run.trainer, steps=2000, global_batch_rows=128, micro_batch_rows=32, precision="bf16", eval_every=200,
+            eval_rows=256, checkpoint_every=500, log_every=10,
+        ),
+    )  # fmt: skip
+
+
+def base() -> RunConfig:
+    """About 280M parameters, width 1024, context 4096: the shape on which peers are measured."""
+    run = small()
+    return replace(
+        run,
+        name="base",
+        model=ModelConfig(
+            vocab_size=32768,
+            hidden_size=1024,
+            num_hidden_layers=16,
+            kda=KDAConfig(num_heads=8, head_dim=128),
+            mla=MLAConfig(num_attention_heads=8, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128),
+            intermediate_size=2816,
+            residual="block_attnres",
+            block_sublayers=4,
+        ),
+        data=replace(run.data, vocab_size=32768, seq_len=4096),
+        optimizer=OptimizerConfig(lr=1e-3),
+        trainer=replace(run.trainer, steps=5000, global_batch_rows=64, micro_batch_rows=8),
+    )

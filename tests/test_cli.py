@@ -1,0 +1,161 @@
+"""The command line as a person meets it: help, wrong input, and the four verbs on a tiny run."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from perilune.cli import main
+
+TINY = [
+    "--trainer.steps", "3", "--trainer.global-batch-rows", "2", "--trainer.micro-batch-rows", "2", "--trainer.eval-rows", "2",
+    "--data.seq-len", "32", "--data.corpus.num-documents", "40", "--trainer.no-tensorboard",
+    "--model.hidden-size", "32", "--trainer.sample-prompts", "def ", "--trainer.sample-tokens", "5",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a finished run named micro."""
+    folder = tmp_path_factory.mktemp("workplace")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        main(["train", "micro", "--quiet", *TINY])
+    return folder
+
+
+@pytest.fixture
+def inside(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(workplace)
+    return workplace
+
+
+def fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    """Exit code and standard error of a call that must fail with one line."""
+    with pytest.raises(SystemExit) as stop:
+        main(list(arguments))
+    error = capsys.readouterr().err
+    assert isinstance(stop.value.code, int)
+    return stop.value.code, error
+
+
+def one_line(error: str) -> str:
+    assert error.startswith("perilune: ") and error.count("\n") == 1, error
+    return error
+
+
+def test_training_leaves_a_complete_run_folder(inside: Path) -> None:
+    run = inside / "runs" / "micro"
+    assert {"config.json", "metrics.jsonl", "tokenizer.json", "report.html", "checkpoints"} <= {p.name for p in run.iterdir()}
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in records if r["kind"] == "train"] == [1, 2, 3]
+    assert json.loads((run / "config.json").read_text())["model"]["hidden_size"] == 32
+    assert "<svg" in (run / "report.html").read_text()
+
+
+def test_generate_streams_and_json_holds_the_same_text(inside: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["generate", "micro", "--prompt", "def ", "--max-new-tokens", "12", "--seed", "3"]
+    main(arguments)
+    streamed = capsys.readouterr().out
+    main([*arguments, "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert streamed == found["prompt"] + found["text"] + "\n"
+    assert len(found["tokens"]) <= 12
+    main(["generate", str(inside / "runs" / "micro"), "--max-new-tokens", "1"])  # a folder works as well as a name
+
+
+def test_resume_continues_the_named_run_with_its_own_config(inside: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["train", "micro", "--resume", "--json", "--trainer.steps", "4"])
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["steps"] == 4
+    assert json.loads((inside / "runs/micro/config.json").read_text())["data"]["seq_len"] == 32
+
+
+def test_data_shows_documents_tokens_and_borders(inside: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["data", "micro", "--json", *TINY])
+    found = json.loads(capsys.readouterr().out)
+    assert found["splits"]["train"]["tokens"] > 0 and len(found["rows"]) == 3
+    main(["data", "micro", *TINY])
+    assert "bytes/token" in capsys.readouterr().out
+
+
+def test_doctor_names_versions_and_checks_operators(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["doctor", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["torch"]["operators"] == {"attention": "ok", "kda": "ok"}
+    main(["doctor"])
+    assert "torch" in capsys.readouterr().out
+
+
+def test_export_writes_a_folder_transformers_knows(inside: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["export", "micro", "exported", "--json"])
+    assert json.loads(capsys.readouterr().out)["model_type"] == "perilune"
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= {p.name for p in (inside / "exported").iterdir()}
+
+
+def test_report_can_be_written_again(inside: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["report", "micro", "--json"])
+    assert Path(json.loads(capsys.readouterr().out)["report"]).exists()
+
+
+@pytest.mark.parametrize(("arguments", "code", "text"), [
+    (["trian", "nano"], 2, "did you mean 'train'"),
+    (["train"], 2, "RECIPE is missing"),
+    (["train", "nanp"], 1, "did you mean 'nano'"),
+    (["train", "micro"], 1, "already holds a run"),
+    (["train", "micro", "--resume", "--set", "model.hiden_size=8"], 1, "did you mean 'hidden_size'"),
+    (["train", "micro", "--resume", "--set", "model.hidden_size=tall"], 1, "expected int"),
+    (["train", "micro", "--resume", "--set", "model.hidden_size=48"], 1, "model.hidden_size: 32 -> 48"),
+    (["train", "nano", "--data.corpus.source", "nowhere"], 1, "nowhere"),
+    (["train", "micro", "--overwrite", "--data.corpus.source", "empty"], 1, "empty"),
+    (["generate", "micra"], 1, "did you mean 'micro'"),
+    (["generate", "micro", "--temperature", "-1"], 1, "temperature must be >= 0"),
+    (["export", "micro", "runs/micro/config.json"], 1, "is a file"),
+    (["report", "nobody"], 1, "there is no run 'nobody'"),
+])  # fmt: skip
+def test_wrong_input_gives_one_clear_line_and_a_failing_exit(
+    arguments: list[str], code: int, text: str, inside: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (inside / "empty").mkdir(exist_ok=True)
+    before = sorted(path for path in inside.rglob("*") if ".cache" not in path.parts)
+    found, error = fails(capsys, *arguments)
+    assert found == code and text in one_line(error)
+    assert sorted(path for path in inside.rglob("*") if ".cache" not in path.parts) == before, "left something behind"
+
+
+def test_unknown_fields_name_the_nearest_and_exit_with_2(inside: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, error = fails(capsys, "train", "nano", "--optimizer.wieght-decay", "1")
+    assert code == 2 and "--optimizer.weight-decay" in error
+    code, error = fails(capsys, "train", "nano", "--trainer.stepz", "1")
+    assert code == 2 and "--trainer.steps" in error
+
+
+def test_a_corrupt_tokenizer_or_checkpoint_is_one_clear_error(inside: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = inside / "runs" / "micro"
+    good = (run / "tokenizer.json").read_text()
+    (run / "tokenizer.json").write_text(good[: len(good) // 2])
+    assert fails(capsys, "generate", "micro")[0] == 1
+    (run / "tokenizer.json").write_text(good)
+    config = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps({**config, "model": {**config["model"], "hidden_size": 64}}))
+    code, error = fails(capsys, "generate", "micro")
+    assert code == 1 and one_line(error)
+    (run / "config.json").write_text(json.dumps(config))
+
+
+def test_help_of_every_verb_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["train", "nano"], ["generate", "x"], ["data", "nano"], ["report", "x"], ["export", "x", "y"], ["doctor"]):
+        with pytest.raises(SystemExit) as stop:
+            main([*arguments, "--help"])
+        assert stop.value.code == 0
+        assert "example: perilune" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "perilune train nano" in capsys.readouterr().out
+
+
+def test_help_needs_no_torch() -> None:
+    code = "import sys; from perilune.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\nassert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
