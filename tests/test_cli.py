@@ -10,7 +10,8 @@ import pytest
 from perilune.cli import main
 
 TINY = [
-    "--trainer.steps", "3", "--trainer.global-batch-rows", "2", "--trainer.micro-batch-rows", "2", "--trainer.eval-rows", "2",
+    "--trainer.steps", "3", "--trainer.global-batch-rows", "2", "--trainer.micro-batch-rows", "2",
+    "--trainer.eval-rows", "2",
     "--data.seq-len", "32", "--data.corpus.num-documents", "40", "--trainer.no-tensorboard",
     "--model.hidden-size", "32", "--trainer.sample-prompts", "def ", "--trainer.sample-tokens", "5",
 ]  # fmt: skip
@@ -48,7 +49,9 @@ def one_line(error: str) -> str:
 
 def test_training_leaves_a_complete_run_folder(inside: Path) -> None:
     run = inside / "runs" / "micro"
-    assert {"config.json", "metrics.jsonl", "tokenizer.json", "report.html", "checkpoints"} <= {p.name for p in run.iterdir()}
+    assert {"config.json", "metrics.jsonl", "tokenizer.json", "report.html", "checkpoints"} <= {
+        p.name for p in run.iterdir()
+    }
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [r["step"] for r in records if r["kind"] == "train"] == [1, 2, 3]
     assert json.loads((run / "config.json").read_text())["model"]["hidden_size"] == 32
@@ -146,7 +149,14 @@ def test_a_corrupt_tokenizer_or_checkpoint_is_one_clear_error(inside: Path, caps
 
 
 def test_help_of_every_verb_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in (["train", "nano"], ["generate", "x"], ["data", "nano"], ["report", "x"], ["export", "x", "y"], ["doctor"]):
+    for arguments in (
+        ["train", "nano"],
+        ["generate", "x"],
+        ["data", "nano"],
+        ["report", "x"],
+        ["export", "x", "y"],
+        ["doctor"],
+    ):
         with pytest.raises(SystemExit) as stop:
             main([*arguments, "--help"])
         assert stop.value.code == 0
@@ -157,5 +167,12 @@ def test_help_of_every_verb_has_an_example(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_help_needs_no_torch() -> None:
-    code = "import sys; from perilune.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\nassert 'torch' not in sys.modules"
+    code = """
+import sys
+from perilune.cli import main
+try:
+    main(["--help"])
+except SystemExit:
+    assert "torch" not in sys.modules
+"""
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)

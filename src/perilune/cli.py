@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import tyro
 
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         _fail(f"this verb needs {error.name!r}: pip install 'perilune[{extra}]'")
 
 
-def _fail(message: str, code: int = 1) -> None:
+def _fail(message: str, code: int = 1) -> NoReturn:
     print(f"perilune: {message}", file=sys.stderr)
     raise SystemExit(code)
 
@@ -107,7 +107,9 @@ def train_verb(arguments: list[str]) -> None:
     """Pre-train a model from a recipe; every field of the recipe is a flag."""
     from perilune.recipes import RECIPES
 
-    name, rest = _positional(arguments, "RECIPE", f"one of {', '.join(RECIPES)}, or a run to --resume", "perilune train nano")
+    name, rest = _positional(
+        arguments, "RECIPE", f"one of {', '.join(RECIPES)}, or a run to resume", "perilune train nano"
+    )
     default = _train_default(name, rest)
     from perilune.train import RunConfig, train
 
@@ -279,7 +281,9 @@ def data_verb(arguments: list[str]) -> None:
             str(numbers["bytes_per_token"]), str(lengths.get("p50", "-")), str(lengths.get("p100", "-")),
         )  # fmt: skip
     console.print(table)
-    console.print(f"rows of {found['seq_len']} tokens, {found['rows_per_epoch']:,} an epoch; a bar marks a document's start")
+    console.print(
+        f"rows of {found['seq_len']} tokens, {found['rows_per_epoch']:,} an epoch; a bar marks a document's start"
+    )
     for row in found["rows"]:
         console.print(Text(f"row {row['row']}: {row['text']}"))
     if found["skipped"]:

@@ -4,7 +4,6 @@ import importlib.metadata
 import os
 import platform
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -111,8 +110,6 @@ def _advice(packages: dict[str, str | None]) -> list[str]:
     for name, use in TOOLS.items():
         if _tool(name) is None:
             advice.append(f"no {name}: needed for {use}; make system-deps (Debian)")
-    if sys.version_info < (3, 11):
-        advice.append(f"Python {platform.python_version()} is too old: 3.11 or newer")
     return advice
 
 

@@ -61,7 +61,9 @@ def test_later_tokens_do_not_change_earlier_logits(variant: str) -> None:
 
 
 @pytest.mark.parametrize("variant", ["plain", "mla_only_tied"])
-def test_loss_and_its_gradients_equal_cross_entropy_of_the_logits(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loss_and_its_gradients_equal_cross_entropy_of_the_logits(
+    variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("perilune.model.head.CHUNK_ELEMENTS", 61 * 4)  # several chunks
     model = build(VARIANTS[variant])
     tokens, targets = random_tokens(model, 2, 9), random_tokens(model, 2, 9, seed=1)

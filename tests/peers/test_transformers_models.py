@@ -1,7 +1,7 @@
 """Parity with transformers' kimi_linear and deepseek_v3: same weights, same logits, same gradients, same decoding.
 
-Weights travel through folders written by one side and read by the other. Both compute in float32: logits agree to 1e-5 and
-gradients to 1e-4 of their norm, which a few hundred float32 roundings explain.
+Weights travel through folders written by one side and read by the other. Both compute in float32: logits agree to 1e-5
+and gradients to 1e-4 of their norm, which a few hundred float32 roundings explain.
 """
 
 import json

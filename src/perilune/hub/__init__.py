@@ -1,7 +1,7 @@
 """Models to and from folders that transformers, vLLM and SGLang read and write: config.json and safetensors.
 
-    model = from_pretrained(folder)            kimi_linear, deepseek_v3 (kimi_k2), or our own superset of kimi_linear
-    save_pretrained(model, folder)             the public type where the model fits one, else model_type "perilune"
+model = from_pretrained(folder)            kimi_linear, deepseek_v3 (kimi_k2), or our own superset of kimi_linear
+save_pretrained(model, folder)             the public type where the model fits one, else model_type "perilune"
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Weights and config to and from the public DeepSeek-V3 format (also Kimi K2's language model): MLA everywhere, RoPE."""
+"""Weights and config to and from the public DeepSeek-V3 format (also Kimi K2's language model): MLA with RoPE."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ def to_public(config: ModelConfig) -> dict[str, Any]:
     moe = config.moe or MoEConfig(first_k_dense_replace=config.num_hidden_layers)
     assert config.mla.rope is not None
     if moe.num_shared_experts == 0:
-        raise FormatError("moe.num_shared_experts=0 cannot be written: a DeepSeek-V3 layer has at least one shared expert")
+        raise FormatError("moe.num_shared_experts=0 cannot be written: DeepSeek-V3 has at least one shared expert")
     return {
         "model_type": "deepseek_v3",
         "architectures": ["DeepseekV3ForCausalLM"],

@@ -50,7 +50,7 @@ def reshaped(ours: str, public: str, our_shape: tuple[int, ...], public_shape: t
 
 
 def expert_entries(ours: str, layer: str, moe: MoEConfig, folder: str, gate: str, up: str, down: str) -> list[Entry]:
-    """Router, shared experts, and the stacks gate_up [E, 2I, d] and down [E, d, I] from one public tensor per expert."""
+    """Router, shared experts, and the stacks gate_up [E, 2I, d] and down [E, d, I] of one public tensor an expert."""
     public = layer + folder
     count, inner = moe.num_experts, moe.moe_intermediate_size
 

@@ -63,7 +63,7 @@ def to_public(config: ModelConfig) -> dict[str, Any]:
 
 
 def _moe_to_public(config: ModelConfig) -> dict[str, Any]:
-    # transformers has no dense Kimi-Linear: with first_k_dense_replace past the last layer it builds none of the experts.
+    # transformers has no dense Kimi-Linear: with first_k_dense_replace past the last layer it builds no experts.
     moe = config.moe or MoEConfig(first_k_dense_replace=config.num_hidden_layers)
     return {
         "num_experts": moe.num_experts,
@@ -122,7 +122,10 @@ def rope_to_public(rope: RopeConfig) -> dict[str, Any]:
 
 
 def rope_from_public(public: dict[str, Any]) -> RopeConfig:
-    given = public.get("rope_parameters") or {**(public.get("rope_scaling") or {}), "rope_theta": public.get("rope_theta")}
+    given = public.get("rope_parameters") or {
+        **(public.get("rope_scaling") or {}),
+        "rope_theta": public.get("rope_theta"),
+    }
     kind = given.get("rope_type", given.get("type", "default"))
     theta = given.get("rope_theta") or 10_000.0
     interleaved = bool(public.get("rope_interleave", True))
@@ -242,7 +245,11 @@ LAYER_NORMS = ("input_layernorm.weight", "post_attention_layernorm.weight")
 
 def mla_entries(ours: str, public: str, config: MLAConfig) -> list[Entry]:
     names = ["kv_a_proj_with_mqa.weight", "kv_a_layernorm.weight", "kv_b_proj.weight", "o_proj.weight"]
-    query = ["q_proj.weight"] if config.q_lora_rank is None else ["q_a_proj.weight", "q_a_layernorm.weight", "q_b_proj.weight"]
+    query = (
+        ["q_proj.weight"]
+        if config.q_lora_rank is None
+        else ["q_a_proj.weight", "q_a_layernorm.weight", "q_b_proj.weight"]
+    )
     return [renamed(f"{ours}self_attn.{name}", f"{public}self_attn.{name}") for name in names + query]
 
 
@@ -270,6 +277,11 @@ def _kda(ours: str, public: str, config: ModelConfig) -> list[Entry]:
 def _site(ours: str, public: str) -> list[Entry]:
     """A residual site: the query is a [1, d] projection, the gain a norm weight."""
     return [
-        Entry(ours + ".query", ((public + "_proj.weight",),), lambda parts: parts[0].reshape(-1), lambda query: [query[None]]),
+        Entry(
+            ours + ".query",
+            ((public + "_proj.weight",),),
+            lambda parts: parts[0].reshape(-1),
+            lambda query: [query[None]],
+        ),
         renamed(ours + ".gain", public + "_norm.weight"),
     ]

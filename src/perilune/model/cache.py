@@ -1,8 +1,8 @@
 """What a decoder remembers between tokens.
 
-A KDA layer keeps a matrix state per head and the last inputs of its convolutions: constant size, whatever the length. An
-MLA layer keeps one latent vector (and the shared key part) per token. Attention Residuals mix over depth, not time, and
-keep nothing.
+A KDA layer keeps a matrix state per head and the last inputs of its convolutions: constant size, whatever the length.
+An MLA layer keeps one latent vector (and the shared key part) per token. Attention Residuals mix over depth, not time,
+and keep nothing.
 """
 
 from dataclasses import dataclass, field

@@ -1,7 +1,7 @@
 """The decoder: embedding, layers of KDA or MLA with SwiGLU or experts, a residual path over depth, norm, head.
 
-Each sublayer reads from the residual stream, is pre-normed, and writes back; what "reads" means (plain sum, full or block
-Attention Residuals) is the business of residual.py. Names of weights follow the public Kimi-Linear checkpoints.
+Each sublayer reads from the residual stream, is pre-normed, and writes back; what "reads" means (plain sum, full or
+block Attention Residuals) is the business of residual.py. Names of weights follow the public Kimi-Linear checkpoints.
 """
 
 from collections.abc import Mapping
@@ -51,7 +51,7 @@ class DecoderLayer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """tokens [B, T] -> logits [B, T, vocabulary]. Packed documents: B = 1 and `cu_seqlens` [N + 1] with their borders."""
+    """tokens [B, T] -> logits [B, T, vocabulary]. Packed documents: B = 1 and `cu_seqlens` [N + 1], their borders."""
 
     def __init__(self, config: ModelConfig, *, seed: int | None = None) -> None:
         super().__init__()
@@ -62,6 +62,8 @@ class Decoder(nn.Module):
         if config.residual != "plain":
             self.out_res = AttentionResidual(config.hidden_size, eps=config.rms_norm_eps)
         self.lm_head = None if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size)
+        # In the order they were made, which is reading order; a plain list, so nothing is registered twice.
+        self._sites = [module for module in self.modules() if isinstance(module, AttentionResidual)]
         self.compute_dtype = config.dtype()
         if config.compute_dtype == "float64":
             self.double()
@@ -81,10 +83,14 @@ class Decoder(nn.Module):
             elif isinstance(module, KimiDeltaAttention):
                 module.reset_gate(generator)
 
-    def forward(self, tokens_BT: Tensor, *, cu_seqlens: Tensor | None = None, cache: DecodeCache | None = None) -> Tensor:
+    def forward(
+        self, tokens_BT: Tensor, *, cu_seqlens: Tensor | None = None, cache: DecodeCache | None = None
+    ) -> Tensor:
         return self.logits(self.hidden(tokens_BT, cu_seqlens=cu_seqlens, cache=cache))
 
-    def hidden(self, tokens_BT: Tensor, *, cu_seqlens: Tensor | None = None, cache: DecodeCache | None = None) -> Tensor:
+    def hidden(
+        self, tokens_BT: Tensor, *, cu_seqlens: Tensor | None = None, cache: DecodeCache | None = None
+    ) -> Tensor:
         """Final normed hidden states [B, T, hidden]."""
         self._check(tokens_BT, cu_seqlens, cache)
         start = 0 if cache is None else cache.length
@@ -120,7 +126,7 @@ class Decoder(nn.Module):
         self.compute_dtype = self.config.dtype()
 
     def max_logits(self) -> Tensor:
-        """[MLA layers, heads]: largest attention logit since the recorders were last reset; -inf where none was seen."""
+        """[MLA layers, heads]: largest attention logit since the recorders were reset; -inf where none was seen."""
         recorders = [layer.self_attn.max_logit for layer in self.layers if isinstance(layer.self_attn, LatentAttention)]
         if not recorders:
             return torch.empty(0, self.config.mla.num_attention_heads)
@@ -158,9 +164,8 @@ class Decoder(nn.Module):
     def _open(self, embedding: Tensor) -> Stream:
         if self.config.residual == "plain":
             return plain_stream(embedding)
-        sites = [site for layer in self.layers for site in (layer.attn_res, layer.mlp_res)]
         block = 1 if self.config.residual == "attnres" else self.config.block_sublayers
-        return attnres_stream(embedding, [*sites, self.out_res], block_sublayers=block)
+        return attnres_stream(embedding, self._sites, block_sublayers=block)
 
     @staticmethod
     def _check(tokens_BT: Tensor, cu_seqlens: Tensor | None, cache: DecodeCache | None) -> None:

@@ -1,7 +1,7 @@
 """Linear maps and RMSNorm with float32 parameters and activations of any dtype.
 
-Parameters are always float32 (the master weights). A layer casts its weight to the dtype of the activation at use, so the
-compute dtype of the whole model is decided in one place: where the embedding casts its output. No autocast.
+Parameters are always float32 (the master weights). A layer casts its weight to the dtype of the activation at use, so
+the compute dtype of the whole model is decided in one place: where the embedding casts its output. No autocast.
 """
 
 import torch

@@ -113,9 +113,7 @@ class Experts(nn.Module):
 
     def __init__(self, hidden_size: int, config: MoEConfig) -> None:
         super().__init__()
-        self.gate_up_proj = nn.Parameter(
-            torch.empty(config.num_experts, 2 * config.moe_intermediate_size, hidden_size)
-        )
+        self.gate_up_proj = nn.Parameter(torch.empty(config.num_experts, 2 * config.moe_intermediate_size, hidden_size))
         self.down_proj = nn.Parameter(torch.empty(config.num_experts, hidden_size, config.moe_intermediate_size))
 
     def forward(self, sorted_MD: Tensor, counts_E: Tensor) -> Tensor:

@@ -2,13 +2,13 @@
 
 Sublayers (attention and MLP each count as one) read their input from the stream and write their output to it:
 
-    plain    h_l = v_0 + v_1 + ... + v_{l-1}                               v_0 the embedding, v_i the output of sublayer i
-    attnres  h_l = sum_i a_i v_i,   a = softmax_i(w_l . RMSNorm_g(v_i))     one learned query w_l and gain g_l per reader
+    plain    h_l = v_0 + v_1 + ... + v_{l-1}                             v_0 the embedding, v_i the output of sublayer i
+    attnres  h_l = sum_i a_i v_i,   a = softmax_i(w_l . RMSNorm_g(v_i))   one learned query w_l and gain g_l per reader
     block    the same over block sums b_0 = v_0, b_1, ..., and the running sum of the open block
 
-Queries start at zero, so the mix starts as the mean: with the pre-norm that follows, the network starts as the plain one.
-A block is closed by moving its running sum into the bank *before* the next mix (the embedding is "block 0", counted
-once). Full Attention Residuals are blocks of one sublayer.
+Queries start at zero, so the mix starts as the mean: with the pre-norm that follows, the network starts as the plain
+one. A block is closed by moving its running sum into the bank *before* the next mix (the embedding is "block 0",
+counted once). Full Attention Residuals are blocks of one sublayer.
 
 All queries of a block meet the finished blocks in one pass (`phase1`); each sublayer then only merges the running sum.
 """

@@ -1,9 +1,9 @@
-"""Rotary positions (RoPE, arXiv 2104.09864) and their YaRN extension (arXiv 2309.00071), as DeepSeek-V3 and Kimi K2 use them.
+"""Rotary positions (RoPE, arXiv 2104.09864) and YaRN (arXiv 2309.00071), as DeepSeek-V3 and Kimi K2 use them.
 
     angle_{t,i} = t * theta^(-2i/d);  each pair (x_{2i}, x_{2i+1}) is rotated by its angle
 
-YaRN divides the slow frequencies by `factor`, keeps the fast ones, blends in between, and multiplies the softmax scale by
-mscale^2. Kimi Linear uses no positions at all (NoPE): there the config is None.
+YaRN divides the slow frequencies by `factor`, keeps the fast ones, blends in between, and multiplies the softmax scale
+by mscale^2. Kimi Linear uses no positions at all (NoPE): there the config is None.
 """
 
 import math
@@ -77,7 +77,7 @@ def rotation(config: RopeConfig, positions: Tensor, dim: int) -> tuple[Tensor, T
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
-    """Rotate x [..., heads, dim] by cos, sin [..., dim / 2]. Pairs leave as halves: q and k alike, so their products agree."""
+    """Rotate x [..., heads, dim] by cos, sin [..., dim / 2]. Pairs leave as halves, in q and k alike."""
     cos, sin = cos[..., None, :].to(x.dtype), sin[..., None, :].to(x.dtype)
     if interleaved:
         first, second = x[..., 0::2], x[..., 1::2]

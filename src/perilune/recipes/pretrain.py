@@ -16,7 +16,9 @@ def micro() -> RunConfig:
             hidden_size=64,
             num_hidden_layers=4,
             kda=KDAConfig(num_heads=2, head_dim=32),
-            mla=MLAConfig(num_attention_heads=2, kv_lora_rank=32, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32),
+            mla=MLAConfig(
+                num_attention_heads=2, kv_lora_rank=32, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32
+            ),
             intermediate_size=192,
         ),
         data=DataConfig(corpus=CorpusConfig(source="generated"), vocab_size=512, seq_len=128),
@@ -71,7 +73,7 @@ def nano_moe() -> RunConfig:
 
 
 def small() -> RunConfig:
-    """About 60M parameters on a folder of text, bf16 on one GPU in minutes. Give the corpus: --data.corpus.source PATH"""
+    """About 60M parameters, bf16 on one GPU in minutes. Give it a corpus: --data.corpus.source PATH"""
     run = nano()
     return replace(
         run,
@@ -81,7 +83,9 @@ def small() -> RunConfig:
             hidden_size=512,
             num_hidden_layers=16,
             kda=KDAConfig(num_heads=8, head_dim=64),
-            mla=MLAConfig(num_attention_heads=8, kv_lora_rank=256, qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64),
+            mla=MLAConfig(
+                num_attention_heads=8, kv_lora_rank=256, qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64
+            ),
             intermediate_size=1408,
             residual="block_attnres",
             block_sublayers=4,
@@ -107,7 +111,9 @@ def base() -> RunConfig:
             hidden_size=1024,
             num_hidden_layers=16,
             kda=KDAConfig(num_heads=8, head_dim=128),
-            mla=MLAConfig(num_attention_heads=8, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128),
+            mla=MLAConfig(
+                num_attention_heads=8, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128
+            ),
             intermediate_size=2816,
             residual="block_attnres",
             block_sublayers=4,
