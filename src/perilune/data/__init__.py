@@ -1,0 +1,40 @@
+"""Text into training batches: corpus -> tokenizer -> token store -> packed rows. numpy only, no torch.
+
+corpus = Corpus(CorpusConfig(source="stdlib"))
+tokenizer = train_tokenizer(corpus, vocab_size=4096, cache_dir=cache)
+stores = tokenize_corpus(corpus, tokenizer, cache_dir=cache)
+batch = PackedDataset(stores.train, seq_len=512, seed=0).batch(first_row=0, count=8)
+"""
+
+from .corpus import Corpus, CorpusConfig, CorpusError, CorpusSummary, Document
+from .inspection import inspect
+from .packing import IGNORED, PackedBatch, PackedDataset, Row, ValidationSet, valid_batches
+from .readers import Progress
+from .store import TokenStore, TokenStoreError, TokenStores, open_stores, tokenize_corpus, train_tokenizer
+from .tokenizer import SPECIAL_TOKENS, StreamDecoder, Tokenizer, TokenizerError
+
+__all__ = [
+    "IGNORED",
+    "SPECIAL_TOKENS",
+    "Corpus",
+    "CorpusConfig",
+    "CorpusError",
+    "CorpusSummary",
+    "Document",
+    "PackedBatch",
+    "PackedDataset",
+    "Progress",
+    "Row",
+    "StreamDecoder",
+    "TokenStore",
+    "TokenStoreError",
+    "TokenStores",
+    "Tokenizer",
+    "TokenizerError",
+    "ValidationSet",
+    "inspect",
+    "open_stores",
+    "tokenize_corpus",
+    "train_tokenizer",
+    "valid_batches",
+]

@@ -1,0 +1,292 @@
+"""Tokens on disk: a corpus tokenised once, memory-mapped afterwards.
+
+One folder per (corpus, tokenizer), named by the hash of both:
+
+    meta.json                 versions, fingerprints, counts, the size and sha256 of every other file, its own sha256
+    train.bin, valid.bin      the tokens of all documents in corpus order, uint16 or uint32
+    train.npy, valid.npy      int64 [documents + 1]: where each document begins in the .bin
+    bytes_per_token.npy       int32 [vocab_size]
+
+A document is stored as [BOS] text [EOS]. With [BOS] as the first input every byte of the text is a target once, so bits
+per byte is exact; with [EOS] as the last target a model learns where documents end.
+
+The folder is written under a temporary name and renamed when complete. Several processes may build it at once: the
+first rename wins and the others use it. A folder whose files have a wrong size or checksum is built again.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .corpus import Corpus, Document, Progress, Split
+from .tokenizer import Tokenizer
+
+VERSION = 1  # part of the folder's name: raise it when the same input gives other files
+SPLITS: tuple[Split, ...] = ("train", "valid")
+_BATCH_CHARACTERS = 4_000_000
+_ABANDONED_SECONDS = 24 * 3600
+
+
+class TokenStoreError(ValueError):
+    """A token store that is incomplete, damaged or cannot be written."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenStore:
+    """The documents of one split; `tokens[offsets[n]:offsets[n + 1]]` is document n with its [BOS] and [EOS]."""
+
+    tokens: np.ndarray
+    offsets: np.ndarray
+    bytes_per_token: np.ndarray
+    bos_id: int
+    eos_id: int
+    pad_id: int
+    fingerprint: str
+    num_bytes: int
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    def document(self, number: int) -> np.ndarray:
+        return self.tokens[self.offsets[number] : self.offsets[number + 1]]
+
+    @classmethod
+    def from_documents(
+        cls, documents: Sequence[Sequence[int]], *, bytes_per_token: np.ndarray, bos_id: int, eos_id: int, pad_id: int
+    ) -> "TokenStore":
+        """A store in memory from documents that are already tokens ([BOS] and [EOS] included)."""
+        if any(len(document) == 0 for document in documents):
+            raise TokenStoreError("a document has no tokens; store at least its [BOS]")
+        offsets = np.zeros(len(documents) + 1, dtype=np.int64)
+        np.cumsum([len(document) for document in documents], out=offsets[1:])
+        vocab_size = len(bytes_per_token)
+        tokens = np.array([token for document in documents for token in document], dtype=token_dtype(vocab_size))
+        table = np.asarray(bytes_per_token, dtype=np.int32)
+        digest = hashlib.sha256(tokens.tobytes() + offsets.tobytes() + table.tobytes())
+        digest.update(f"{bos_id} {eos_id} {pad_id}".encode())
+        return cls(
+            tokens=tokens,
+            offsets=offsets,
+            bytes_per_token=table,
+            bos_id=bos_id,
+            eos_id=eos_id,
+            pad_id=pad_id,
+            fingerprint=digest.hexdigest(),
+            num_bytes=int(table[tokens].sum()),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenStores:
+    """Both splits of a corpus."""
+
+    train: TokenStore
+    valid: TokenStore
+    folder: Path
+    fingerprint: str
+
+
+def token_dtype(vocab_size: int) -> type[np.unsignedinteger]:
+    return np.uint16 if vocab_size <= 1 << 16 else np.uint32
+
+
+def store_folder(corpus_fingerprint: str, tokenizer_fingerprint: str, cache_dir: str | Path) -> Path:
+    key = hashlib.sha256(f"{VERSION}\n{corpus_fingerprint}\n{tokenizer_fingerprint}".encode()).hexdigest()
+    return Path(cache_dir) / f"tokens-{key[:24]}"
+
+
+def train_tokenizer(
+    corpus: Corpus,
+    vocab_size: int,
+    *,
+    cache_dir: str | Path,
+    max_bytes: int = 200_000_000,
+    progress: Progress | None = None,
+) -> Tokenizer:
+    """The tokenizer of a corpus' training documents (of their first `max_bytes`), from the cache when it is there."""
+
+    def texts() -> Iterator[str]:
+        size, total = 0, min(max_bytes, corpus.summary.num_bytes["train"])
+        for document in corpus.documents("train"):
+            size += len(document.text.encode())
+            if size > max_bytes:
+                return
+            if progress is not None:
+                progress("training the tokenizer", size, total)
+            yield document.text
+
+    return Tokenizer.cached(
+        texts(), vocab_size, corpus_fingerprint=f"{corpus.fingerprint} {max_bytes}", cache_dir=cache_dir
+    )
+
+
+def tokenize_corpus(
+    corpus: Corpus, tokenizer: Tokenizer, *, cache_dir: str | Path, progress: Progress | None = None
+) -> TokenStores:
+    """Open the token store of a corpus, building it first when the cache has no intact one."""
+    folder = store_folder(corpus.fingerprint, tokenizer.fingerprint, cache_dir)
+    if folder.exists():
+        with contextlib.suppress(TokenStoreError):
+            return open_stores(folder)
+    temporary = folder.with_name(f"{folder.name}.{secrets.token_hex(6)}.tmp")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(folder.parent)
+        temporary.mkdir()
+        _write(temporary, corpus, tokenizer, progress)
+        _publish(temporary, folder)
+    except OSError as error:
+        raise TokenStoreError(f"cannot write the token store {str(folder)!r}: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return open_stores(folder)
+
+
+def open_stores(folder: str | Path, *, verify: bool = True) -> TokenStores:
+    """Map an existing store. `verify` checks every file's sha256 (about a second per gigabyte), not only its size."""
+    folder = Path(folder)
+    try:
+        content = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        meta = content["meta"]
+        if content["sha256"] != _sha256_of_json(meta):
+            raise TokenStoreError(f"{str(folder / 'meta.json')!r} was changed after it was written; delete its folder")
+        if meta["version"] != VERSION:
+            raise TokenStoreError(f"{str(folder)!r} has version {meta['version']!r}, this code reads {VERSION}")
+        for name, expected in meta["files"].items():
+            _check_file(folder / name, expected, verify)
+        stores = {split: _open_split(folder, split, meta) for split in SPLITS}
+    except (OSError, KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise TokenStoreError(
+            f"{str(folder)!r} is not a complete token store ({error!r}); delete it and run again"
+        ) from error
+    return TokenStores(train=stores["train"], valid=stores["valid"], folder=folder, fingerprint=meta["fingerprint"])
+
+
+def _check_file(path: Path, expected: dict[str, Any], verify: bool) -> None:
+    size = path.stat().st_size
+    if size != expected["size"]:
+        raise TokenStoreError(f"{str(path)!r} has {size} bytes instead of {expected['size']}; delete its folder")
+    if verify and _sha256(path) != expected["sha256"]:
+        raise TokenStoreError(f"{str(path)!r} does not have the checksum it was written with; delete its folder")
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _sha256_of_json(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _open_split(folder: Path, split: Split, meta: dict[str, Any]) -> TokenStore:
+    path = folder / f"{split}.bin"
+    dtype = np.dtype(meta["dtype"])
+    # numpy cannot map an empty file
+    tokens = np.memmap(path, dtype=dtype, mode="r") if path.stat().st_size else np.zeros(0, dtype)
+    return TokenStore(
+        tokens=tokens,
+        offsets=np.load(folder / f"{split}.npy"),
+        bytes_per_token=np.load(folder / "bytes_per_token.npy"),
+        bos_id=meta["bos_id"],
+        eos_id=meta["eos_id"],
+        pad_id=meta["pad_id"],
+        fingerprint=f"{meta['fingerprint']}/{split}",
+        num_bytes=meta["num_bytes"][split],
+    )
+
+
+def _write(folder: Path, corpus: Corpus, tokenizer: Tokenizer, progress: Progress | None) -> None:
+    dtype = token_dtype(tokenizer.vocab_size)
+    offsets: dict[Split, list[int]] = {split: [0] for split in SPLITS}
+    num_bytes: dict[Split, int] = dict.fromkeys(SPLITS, 0)
+    total = sum(corpus.summary.num_documents.values())
+    with contextlib.ExitStack() as stack:
+        files = {split: stack.enter_context((folder / f"{split}.bin").open("wb")) for split in SPLITS}
+        for batch in _batches(corpus.documents_with_split()):
+            for ids, (document, split) in zip(tokenizer.encode_batch([d.text for d, _ in batch]), batch, strict=True):
+                tokens = np.array([tokenizer.bos_id, *ids, tokenizer.eos_id], dtype=dtype)
+                files[split].write(tokens.tobytes())
+                offsets[split].append(offsets[split][-1] + len(tokens))
+                num_bytes[split] += len(document.text.encode())
+            if progress is not None:
+                progress("tokenizing", sum(len(starts) - 1 for starts in offsets.values()), total)
+        for file in files.values():  # a store that survives a power cut is worth a second
+            file.flush()
+            os.fsync(file.fileno())
+    for split in SPLITS:
+        np.save(folder / f"{split}.npy", np.array(offsets[split], dtype=np.int64))
+    np.save(folder / "bytes_per_token.npy", tokenizer.bytes_per_token)
+    names = sorted(path.name for path in folder.iterdir())
+    meta = {
+        "version": VERSION,
+        "corpus": corpus.fingerprint,
+        "tokenizer": tokenizer.fingerprint,
+        "fingerprint": hashlib.sha256(f"{corpus.fingerprint} {tokenizer.fingerprint}".encode()).hexdigest(),
+        "dtype": np.dtype(dtype).str,  # with its byte order
+        "bos_id": tokenizer.bos_id,
+        "eos_id": tokenizer.eos_id,
+        "pad_id": tokenizer.pad_id,
+        "num_documents": {split: len(offsets[split]) - 1 for split in SPLITS},
+        "num_tokens": {split: offsets[split][-1] for split in SPLITS},
+        "num_bytes": num_bytes,
+        "files": {name: {"size": (folder / name).stat().st_size, "sha256": _sha256(folder / name)} for name in names},
+    }
+    content = {"sha256": _sha256_of_json(meta), "meta": meta}
+    (folder / "meta.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
+
+
+def _batches(documents: Iterator[tuple[Document, Split]]) -> Iterator[list[tuple[Document, Split]]]:
+    """Documents in groups large enough to keep all cores of the tokenizer busy."""
+    batch: list[tuple[Document, Split]] = []
+    characters = 0
+    for document, split in documents:
+        batch.append((document, split))
+        characters += len(document.text)
+        if characters >= _BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _publish(temporary: Path, folder: Path) -> None:
+    """Rename the finished folder into place, unless another process has put an intact one there."""
+    for _ in range(10):
+        try:
+            os.rename(temporary, folder)
+            return
+        except OSError:
+            if not folder.exists():
+                raise
+        with contextlib.suppress(TokenStoreError):
+            open_stores(folder)
+            return
+        damaged = folder.with_name(f"{folder.name}.{secrets.token_hex(6)}.tmp")
+        with contextlib.suppress(FileNotFoundError):  # another process may move it first
+            os.rename(folder, damaged)
+            shutil.rmtree(damaged, ignore_errors=True)
+    raise TokenStoreError(f"cannot replace the damaged token store {str(folder)!r}; delete it and run again")
+
+
+def _remove_abandoned(cache_dir: Path) -> None:
+    """Temporary folders of builders that were killed long ago."""
+    for path in cache_dir.glob("tokens-*.tmp"):
+        with contextlib.suppress(OSError):
+            if time.time() - path.stat().st_mtime > _ABANDONED_SECONDS:
+                shutil.rmtree(path, ignore_errors=True)
