@@ -1,0 +1,87 @@
+"""Attention Residuals: mix earlier outputs by a softmax over depth instead of adding them (arXiv 2603.15031).
+
+`mix` reads all sources in one pass. `phase1` and `merge` are the same sum in two steps: the S queries of a block
+against the finished blocks at once, then a cheap merge with the running block sum. `reference.py` defines them.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from perilune.kernels.attnres.dense import compute_dtype, dense_merge, dense_phase1
+from perilune.kernels.attnres.reference import reference_merge, reference_mix, reference_phase1
+
+__all__ = ["merge", "mix", "phase1"]
+
+
+def _check(sources: Sequence[Tensor], width: int) -> None:
+    if not sources:
+        raise ValueError("sources=[] is empty: a mix needs at least one source (the embedding)")
+    for index, source in enumerate(sources):
+        if source.shape != sources[0].shape or source.dtype != sources[0].dtype or source.shape[-1] != width:
+            raise ValueError(
+                f"sources[{index}] is {source.dtype} {tuple(source.shape)}: expected {sources[0].dtype} "
+                f"{(*sources[0].shape[:-1], width)}, as sources[0] and the width of the query say"
+            )
+
+
+def _is_dense(backend: str | None) -> bool:
+    if backend not in (None, "dense", "reference"):
+        raise ValueError(f"backend={backend!r} is unknown: expected 'dense', 'reference' or None to choose")
+    return backend != "reference"
+
+
+def _direction(query: Tensor, gain: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Only the product gain * query enters the scores; autograd carries its gradient to both."""
+    query = query.to(compute_dtype(dtype))
+    return query if gain is None else query * gain.to(query.dtype)
+
+
+def phase1(
+    sources: Sequence[Tensor], queries: Tensor, *, gain: Tensor | None = None, eps: float, backend: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """Mix the sources once per query.
+
+    sources: each [..., d]; queries [S, d]; gain [S, d] or None.
+    Returns the mixes [S, ..., d] in the sources' dtype and the log-sum-exp of their scores [S, ...] in float32
+    (float64 for float64 sources). Both carry gradient.
+    """
+    _check(sources, queries.shape[-1])
+    if not _is_dense(backend):
+        return reference_phase1(sources, queries, gain=gain, eps=eps)
+    return dense_phase1(list(sources), _direction(queries, gain, sources[0].dtype), eps)
+
+
+def mix(
+    sources: Sequence[Tensor], query: Tensor, *, gain: Tensor | None = None, eps: float, backend: str | None = None
+) -> Tensor:
+    """h [..., d] = sum_i softmax_i((gain * query) . RMSNorm_eps(source_i)) source_i.
+
+    sources: each [..., d]; query [d]; gain [d] or None. A single source comes back unchanged.
+    """
+    _check(sources, query.shape[-1])
+    if not _is_dense(backend):
+        return reference_mix(sources, query, gain=gain, eps=eps)
+    mixes, _ = dense_phase1(list(sources), _direction(query, gain, sources[0].dtype)[None], eps)
+    return mixes[0]
+
+
+def merge(
+    o: Tensor,
+    lse: Tensor,
+    running: Tensor,
+    query: Tensor,
+    *,
+    gain: Tensor | None = None,
+    eps: float,
+    backend: str | None = None,
+) -> Tensor:
+    """Add one more source to a mix: h [..., d] over the sources behind (o, lse) and `running`.
+
+    o [..., d] and lse [...] are one query's slice of phase1's result for the same query and gain [d].
+    """
+    _check([o, running], query.shape[-1])
+    if not _is_dense(backend):
+        return reference_merge(o, lse, running, query, gain=gain, eps=eps)
+    return dense_merge(o, lse, running, _direction(query, gain, running.dtype)[None], eps)

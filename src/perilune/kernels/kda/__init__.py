@@ -1,0 +1,176 @@
+"""Kimi Delta Attention (arXiv 2510.26692): a gated delta rule whose state forgets at its own rate in every key channel.
+
+`kda` runs whole sequences or packed documents, `kda_step` one token for decoding; both compute the recurrence that
+`reference.py` states. Paths: "reference" (token loop) and "chunked" (chunkwise form, plain torch, any device).
+
+    o, state = kda(q, k, v, gate_input, beta, gate=SoftplusGate(A_log, dt_bias), qk_l2norm=True)
+
+Shape letters: B batch, T tokens, H heads, K key dim, V value dim, N sequences (B, or the number of packed documents).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from perilune.kernels.kda.chunked import chunked_kda
+from perilune.kernels.kda.gates import BoundedGate, Gate, SoftplusGate
+from perilune.kernels.kda.reference import l2norm, recurrent_kda
+from perilune.kernels.kda.reference import step as _reference_step
+
+__all__ = ["BACKENDS", "BoundedGate", "Gate", "SoftplusGate", "kda", "kda_step", "l2norm"]
+
+# A further path (a Triton kernel, an adapter to a library) is one more entry here, plus a line in `_choose_backend`
+# that says when it is the default and why it cannot run otherwise.
+BACKENDS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
+    "reference": recurrent_kda,
+    "chunked": chunked_kda,
+}
+
+
+def kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    gate: Gate | None = None,
+    qk_l2norm: bool = False,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Kimi Delta Attention over sequences or packed documents, differentiable in every tensor argument.
+
+    q, k [B, T, H, K], v [B, T, H, V], beta [B, T, H] in [0, 2] (0 writes nothing; above 1 needs L2-normalised keys).
+    g [B, T, H, K]: the log decay (<= 0), or the raw gate input when `gate` is given.
+    scale: factor on the read, K ** -0.5 by default.
+    initial_state [N, H, K, V]: the state before the first token, zero by default.
+    cu_seqlens [N + 1]: borders of packed documents, 0 first and T last; B must be 1. Documents never touch.
+    qk_l2norm: divide q and k by sqrt(sum x^2 + 1e-6) per head first.
+
+    Returns o [B, T, H, V] in v's dtype and the state after the last token, [N, H, K, V] in float32 (float64 when an
+    input is), or None unless `output_final_state`. Half precision inputs are computed in float32.
+    """
+    _check_sequence_shapes(q, k, v, g, beta)
+    batch, num_tokens, num_heads, key_dim = q.shape
+    _check_gate(gate, num_heads, key_dim)
+    borders = None if cu_seqlens is None else _document_borders(cu_seqlens, batch, num_tokens)
+    num_sequences = batch if borders is None else len(borders) - 1
+    _check_state(initial_state, (num_sequences, num_heads, key_dim, v.shape[-1]), "initial_state")
+    run = BACKENDS[_choose_backend(backend)]
+    o, state = run(
+        q, k, v, g, beta,
+        scale=key_dim**-0.5 if scale is None else scale,
+        initial_state_NHKV=initial_state,
+        cu_seqlens=borders,
+        gate=gate,
+        qk_l2norm=qk_l2norm,
+        dtype=_compute_dtype(q, k, v, g, beta, initial_state),
+    )  # fmt: skip
+    return o, state if output_final_state else None
+
+
+def kda_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    *,
+    scale: float | None = None,
+    gate: Gate | None = None,
+    qk_l2norm: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """One token of `kda`: q, k, g [B, H, K], v [B, H, V], beta [B, H], state [B, H, K, V] -> (o [B, H, V], new state).
+
+    The state is not written in place.
+    """
+    if q.dim() != 3:
+        raise ValueError(f"q has shape {tuple(q.shape)!r}, expected [B, H, K]: kda_step takes one token without a T dim.")
+    _check_sequence_shapes(*(x.unsqueeze(1) for x in (q, k, v, g, beta)))
+    batch, num_heads, key_dim = q.shape
+    _check_gate(gate, num_heads, key_dim)
+    _check_state(state, (batch, num_heads, key_dim, v.shape[-1]), "state")
+    dtype = _compute_dtype(q, k, v, g, beta, state)
+    log_decay = g.to(dtype) if gate is None else gate.log_decay(g.to(dtype))
+    query, key = q.to(dtype), k.to(dtype)
+    if qk_l2norm:
+        query, key = l2norm(query), l2norm(key)
+    scale = key_dim**-0.5 if scale is None else scale
+    o, new_state = _reference_step(query, key, v.to(dtype), log_decay, beta.to(dtype), state.to(dtype), scale)
+    return o.to(v.dtype), new_state
+
+
+def _choose_backend(backend: str | None) -> str:
+    if backend is None:
+        return "chunked"
+    if backend not in BACKENDS:
+        raise ValueError(f"backend={backend!r} is not a path of kda; expected None or one of {sorted(BACKENDS)!r}.")
+    return backend
+
+
+def _compute_dtype(*tensors: Tensor | None) -> torch.dtype:
+    is_double = any(x is not None and x.dtype == torch.float64 for x in tensors)
+    return torch.float64 if is_double else torch.float32
+
+
+def _check_sequence_shapes(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> None:
+    if q.dim() != 4:
+        raise ValueError(f"q has shape {tuple(q.shape)!r}, expected [B, T, H, K].")
+    batch, num_tokens, num_heads, _ = q.shape
+    value_dim = v.shape[-1] if v.dim() == 4 else "V"
+    expected = {
+        "k": (k, tuple(q.shape), "[B, T, H, K] like q"),
+        "v": (v, (batch, num_tokens, num_heads, value_dim), "[B, T, H, V]"),
+        "g": (g, tuple(q.shape), "[B, T, H, K] like q"),
+        "beta": (beta, (batch, num_tokens, num_heads), "[B, T, H]"),
+    }
+    for name, (x, shape, letters) in expected.items():
+        if tuple(x.shape) != shape:
+            raise ValueError(f"{name} has shape {tuple(x.shape)!r}, expected {letters} = {shape!r}.")
+    for name, x in (("q", q), ("k", k), ("v", v), ("g", g), ("beta", beta)):
+        if not x.is_floating_point():
+            raise TypeError(f"{name} has dtype {x.dtype!r}, expected a floating point dtype.")
+        if x.device != q.device:
+            raise ValueError(f"{name} is on {x.device!r} but q is on {q.device!r}; move them to one device.")
+
+
+def _check_gate(gate: Gate | None, num_heads: int, key_dim: int) -> None:
+    if gate is None:
+        return
+    if not isinstance(gate, SoftplusGate | BoundedGate):
+        raise TypeError(f"gate={gate!r} is not a SoftplusGate or BoundedGate.")
+    if gate.A_log is not None and tuple(gate.A_log.shape) != (num_heads,):
+        raise ValueError(f"gate.A_log has shape {tuple(gate.A_log.shape)!r}, expected [H] = ({num_heads},).")
+    if tuple(gate.dt_bias.shape) not in ((num_heads, key_dim), (num_heads * key_dim,)):
+        raise ValueError(
+            f"gate.dt_bias has shape {tuple(gate.dt_bias.shape)!r}, expected [H, K] = ({num_heads}, {key_dim}) or [H * K]."
+        )
+
+
+def _check_state(state: Tensor | None, shape: tuple[int, ...], name: str) -> None:
+    if state is not None and tuple(state.shape) != shape:
+        raise ValueError(f"{name} has shape {tuple(state.shape)!r}, expected [N, H, K, V] = {shape!r}.")
+
+
+def _document_borders(cu_seqlens: Tensor, batch: int, num_tokens: int) -> list[int]:
+    if batch != 1:
+        raise ValueError(f"cu_seqlens needs one packed row, but q has batch size {batch!r}; reshape the rows to [1, B * T].")
+    if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 or cu_seqlens.is_floating_point():
+        raise ValueError(
+            f"cu_seqlens has shape {tuple(cu_seqlens.shape)!r} and dtype {cu_seqlens.dtype!r}, expected integers [N + 1]."
+        )
+    borders = cu_seqlens.tolist()
+    if borders[0] != 0 or borders[-1] != num_tokens:
+        raise ValueError(f"cu_seqlens runs from {borders[0]!r} to {borders[-1]!r}, expected 0 to T={num_tokens!r}.")
+    for start, stop in zip(borders[:-1], borders[1:], strict=True):
+        if stop < start:
+            raise ValueError(f"cu_seqlens falls from {start!r} to {stop!r}; document borders must not decrease.")
+    return borders

@@ -1,0 +1,63 @@
+"""Orthogonalise matrices by Newton-Schulz iteration: the direction of a Muon update.
+
+`orthogonalize` takes one matrix or any stack of them and returns something close to the polar factor U V^T of each.
+It is invariant to the scale of each matrix (any finite, non-zero input), maps zero to zero, and never writes its input.
+"""
+
+import difflib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from perilune.kernels.newton_schulz.coefficients import COEFFICIENTS, Coefficients
+from perilune.kernels.newton_schulz.dense import dense_orthogonalize
+from perilune.kernels.newton_schulz.reference import reference_orthogonalize
+
+__all__ = ["COEFFICIENTS", "orthogonalize"]
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def _resolve(coefficients: str | Sequence[tuple[float, float, float]]) -> Coefficients:
+    if not isinstance(coefficients, str):
+        return tuple((float(a), float(b), float(c)) for a, b, c in coefficients)
+    if coefficients not in COEFFICIENTS:
+        nearest = difflib.get_close_matches(coefficients, COEFFICIENTS, n=1)
+        hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+        raise ValueError(f"coefficients={coefficients!r} is not one of {sorted(COEFFICIENTS)}{hint}")
+    return COEFFICIENTS[coefficients]
+
+
+@torch.no_grad()
+def orthogonalize(
+    x: Tensor,
+    *,
+    coefficients: str | Sequence[tuple[float, float, float]] = "jordan",
+    dtype: torch.dtype = torch.bfloat16,
+    backend: str | None = None,
+) -> Tensor:
+    """Orthogonalise every matrix of x [..., n, m]; same shape, float32 (float64 if x and `dtype` both are).
+
+    coefficients: a name in COEFFICIENTS, or one (a, b, c) per step.
+    dtype: what the iteration runs in. bfloat16 reproduces torch.optim.Muon.
+    backend: "dense" (batched, the default) or "reference" (one matrix after the other, the definition).
+    """
+    if x.ndim < 2 or not x.is_floating_point():
+        raise ValueError(f"x must be a floating-point tensor [..., n, m], got {x.dtype} of shape {tuple(x.shape)}")
+    if dtype not in _DTYPES:
+        raise ValueError(f"dtype={dtype!r} cannot iterate: expected one of {_DTYPES}")
+    steps = _resolve(coefficients)
+    out_dtype = torch.float64 if x.dtype == dtype == torch.float64 else torch.float32
+    if x.numel() == 0:
+        return torch.zeros_like(x, dtype=out_dtype)
+    x_BNM = x.reshape(-1, *x.shape[-2:])
+    if backend in (None, "dense"):
+        out_BNM = dense_orthogonalize(x_BNM, steps, dtype)
+    elif backend == "reference":
+        out_BNM = torch.zeros_like(x_BNM, dtype=dtype)
+        for index in range(x_BNM.shape[0]):
+            out_BNM[index] = reference_orthogonalize(x_BNM[index].to(dtype), steps)
+    else:
+        raise ValueError(f"backend={backend!r} is unknown: expected 'dense', 'reference' or None to choose")
+    return out_BNM.to(out_dtype).reshape(x.shape)

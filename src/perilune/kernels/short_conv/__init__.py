@@ -1,0 +1,113 @@
+"""Causal depthwise convolution of small width over sequences or packed documents, with a decode state.
+
+`short_conv` runs whole rows, `short_conv_step` one token; `reference.py` states the meaning. Paths: "reference"
+(F.conv1d per document) and "shifted" (shifted multiply-adds, plain torch, any device).
+
+    y, state = short_conv(x, weight, cu_seqlens=cu_seqlens, output_final_state=True)
+
+Shape letters: B batch, T tokens, C channels, W width, N sequences (B, or the number of packed documents).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from perilune.kernels.short_conv.reference import reference_short_conv
+from perilune.kernels.short_conv.shifted import shifted_short_conv
+
+__all__ = ["BACKENDS", "short_conv", "short_conv_step"]
+
+BACKENDS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
+    "reference": reference_short_conv,
+    "shifted": shifted_short_conv,
+}
+
+
+def short_conv(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    cu_seqlens: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    activation: str | None = "silu",
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Causal depthwise convolution, differentiable in x, weight and initial_state.
+
+    x [B, T, C], weight [C, W] (the last column multiplies the current token, as in F.conv1d).
+    cu_seqlens [N + 1]: borders of packed documents, 0 first and T last; B must be 1.
+    initial_state [N, C, W - 1]: raw inputs before the first token, oldest first; zero by default.
+
+    Returns y [B, T, C] in x's dtype and the state after the last token, [N, C, W - 1] in float32 (float64 when an input
+    is), or None unless `output_final_state`. Half precision is computed in float32.
+    """
+    if x.dim() != 3:
+        raise ValueError(f"x has shape {tuple(x.shape)!r}, expected [B, T, C].")
+    batch, num_tokens, num_channels = x.shape
+    _check_weight(weight, num_channels, activation)
+    if cu_seqlens is None:
+        borders = [row * num_tokens for row in range(batch + 1)]
+    else:
+        borders = _document_borders(cu_seqlens, batch, num_tokens)
+    _check_state(initial_state, (len(borders) - 1, num_channels, weight.shape[1] - 1), "initial_state")
+    if backend is not None and backend not in BACKENDS:
+        raise ValueError(f"backend={backend!r} is not a path of short_conv; expected None or one of {sorted(BACKENDS)!r}.")
+    run = BACKENDS["shifted" if backend is None else backend]
+    y, state = run(
+        x, weight,
+        initial_state_NCW=initial_state,
+        borders=borders,
+        activation=activation,
+        dtype=_compute_dtype(x, weight, initial_state),
+    )  # fmt: skip
+    return y, state if output_final_state else None
+
+
+def short_conv_step(
+    x: Tensor, state: Tensor, weight: Tensor, *, activation: str | None = "silu"
+) -> tuple[Tensor, Tensor]:
+    """One token: x [B, C], state [B, C, W - 1], weight [C, W] -> (y [B, C], new state). Does not write the state in place."""
+    if x.dim() != 2:
+        raise ValueError(f"x has shape {tuple(x.shape)!r}, expected [B, C]: short_conv_step takes one token.")
+    _check_weight(weight, x.shape[1], activation)
+    _check_state(state, (*x.shape, weight.shape[1] - 1), "state")
+    dtype = _compute_dtype(x, weight, state)
+    window = torch.cat((state.to(dtype), x.to(dtype).unsqueeze(-1)), dim=-1)
+    y = (window * weight.to(dtype)).sum(-1)
+    return (F.silu(y) if activation == "silu" else y).to(x.dtype), window[..., 1:]
+
+
+def _compute_dtype(*tensors: Tensor | None) -> torch.dtype:
+    is_double = any(x is not None and x.dtype == torch.float64 for x in tensors)
+    return torch.float64 if is_double else torch.float32
+
+
+def _check_weight(weight: Tensor, num_channels: int, activation: str | None) -> None:
+    if weight.dim() != 2 or weight.shape[0] != num_channels or weight.shape[1] < 1:
+        raise ValueError(f"weight has shape {tuple(weight.shape)!r}, expected [C, W] with C={num_channels!r} and W >= 1.")
+    if activation not in ("silu", None):
+        raise ValueError(f"activation={activation!r} is unknown; expected 'silu' or None.")
+
+
+def _check_state(state: Tensor | None, shape: tuple[int, ...], name: str) -> None:
+    if state is not None and tuple(state.shape) != shape:
+        raise ValueError(f"{name} has shape {tuple(state.shape)!r}, expected [N, C, W - 1] = {shape!r}.")
+
+
+def _document_borders(cu_seqlens: Tensor, batch: int, num_tokens: int) -> list[int]:
+    if batch != 1:
+        raise ValueError(f"cu_seqlens needs one packed row, but x has batch size {batch!r}; reshape the rows to [1, B * T, C].")
+    if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 or cu_seqlens.is_floating_point():
+        raise ValueError(
+            f"cu_seqlens has shape {tuple(cu_seqlens.shape)!r} and dtype {cu_seqlens.dtype!r}, expected integers [N + 1]."
+        )
+    borders = cu_seqlens.tolist()
+    falls = any(stop < start for start, stop in zip(borders[:-1], borders[1:], strict=True))
+    if borders[0] != 0 or borders[-1] != num_tokens or falls:
+        raise ValueError(f"cu_seqlens={borders!r} must rise from 0 to T={num_tokens!r} without decreasing.")
+    return borders

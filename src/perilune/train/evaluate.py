@@ -1,0 +1,62 @@
+"""What a model is worth at a step: bits per byte on held-out text, and continuations of a few prompts.
+
+    bits per byte = sum over targets of -log2 p(target) / bytes of text the targets stand for
+
+It does not depend on the vocabulary, so models with different tokenizers compare. Both functions leave the model in the
+mode they found it, and touch neither attention statistics nor router biases: those only move in training mode.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from perilune.data.packing import ValidationSet
+from perilune.data.tokenizer import Tokenizer
+from perilune.model import Decoder, SamplingConfig, generate
+from perilune.train import ranks
+from perilune.train.batches import micro_batches
+
+
+def bits_per_byte(nats: float, num_bytes: float) -> float:
+    return nats / math.log(2) / num_bytes if num_bytes else math.nan
+
+
+@torch.no_grad()
+def validate(
+    model: Decoder, valid: ValidationSet, *, rows: int, micro_batch_rows: int, device: torch.device
+) -> dict[str, float]:
+    """Loss a token and bits per byte over the first `rows` rows (or all, when there are fewer) of the validation set."""
+    world = ranks.world_size()
+    # Rows past the end are all padding, so every rank can take the same number of them.
+    padded_rows = -(-min(rows, valid.num_rows) // world) * world
+    sums = torch.zeros(3, dtype=torch.float64, device=device)
+    was_training = model.training
+    model.eval()
+    try:
+        for batch in micro_batches(
+            valid, first_row=0, rows=padded_rows, micro_batch_rows=micro_batch_rows, device=device
+        ):
+            nats = model.loss(batch.tokens_BT, batch.targets_BT, batch.cu_seqlens)
+            sums += torch.stack([nats.double(), sums.new_tensor(batch.num_targets), sums.new_tensor(batch.num_bytes)])
+    finally:
+        model.train(was_training)
+    nats_total, num_targets, num_bytes = ranks.sum_over_ranks(sums).tolist()
+    return {"loss": nats_total / max(1.0, num_targets), "bits_per_byte": bits_per_byte(nats_total, num_bytes)}
+
+
+def continuations(
+    model: Decoder, tokenizer: Tokenizer, prompts: Sequence[str], sampling: SamplingConfig
+) -> Iterator[tuple[str, str]]:
+    """(prompt, text) for every prompt, each a document of its own."""
+    forbidden = forbidden_tokens(model, tokenizer)
+    for prompt in prompts:
+        ids = [tokenizer.bos_id, *tokenizer.encode(prompt)]
+        new = generate(model, ids, sampling, stop=frozenset({tokenizer.eos_id}), forbidden=forbidden)
+        yield prompt, tokenizer.decode(new)
+
+
+def forbidden_tokens(model: Decoder, tokenizer: Tokenizer) -> list[int]:
+    """What plain text never holds: special tokens other than the end, and ids past the tokenizer's vocabulary."""
+    special = [token for token, size in enumerate(tokenizer.bytes_per_token) if not size and token != tokenizer.eos_id]
+    return [*special, *range(tokenizer.vocab_size, model.config.vocab_size)]

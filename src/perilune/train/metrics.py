@@ -1,0 +1,164 @@
+"""Where the numbers of a run go: metrics.jsonl always, TensorBoard and a tracker when asked for.
+
+metrics.jsonl is the record the report reads and the only one that takes part in exact resume: a checkpoint stores its
+length in bytes, and resuming cuts off what was written after. One JSON object a line:
+
+    {"kind": "train", "step", "loss", "bits_per_byte", "lr", "grad_norm", "tokens", "tokens_per_s", "max_logit", ...}
+    {"kind": "valid", "step", "loss", "bits_per_byte"}      {"kind": "sample", "step", "prompt", "text"}
+
+`step` counts finished optimizer steps. Fields in TIMING_FIELDS depend on the machine and its mood; all others are a
+function of config and seed.
+"""
+
+import importlib
+import json
+import math
+import os
+import resource
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+
+TIMING_FIELDS = frozenset({"tokens_per_s", "seconds", "peak_memory_bytes"})
+
+Record = Mapping[str, Any]
+
+
+class JsonLines:
+    """Append-only JSONL file that knows its length and can be cut back to an earlier one."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = path.open("ab")
+
+    def append(self, record: Record) -> None:
+        self._file.write(json.dumps(_without_non_finite(record), allow_nan=False).encode() + b"\n")
+        self._file.flush()
+
+    def position(self) -> int:
+        """The length in bytes, after everything up to it has reached the disk."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return os.fstat(self._file.fileno()).st_size
+
+    def cut_to(self, position: int) -> None:
+        """Forget what was appended after `position`; a shorter file stays as it is."""
+        if self.position() > position:
+            self._file.truncate(position)
+
+    def read(self) -> list[dict[str, Any]]:
+        self._file.flush()
+        return [json.loads(line) for line in self.path.read_bytes().splitlines()]
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _without_non_finite(value: Any) -> Any:
+    """NaN and infinities as null: JSON has no word for them, and browsers refuse what Python writes."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _without_non_finite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_non_finite(entry) for entry in value]
+    return value
+
+
+class Sink(Protocol):
+    """A further place for records; it may be slow, absent or lossy without changing the run."""
+
+    def log(self, record: Record) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TensorBoardSink:
+    """Event files under `folder`; on resume the events after `step` are marked as purged."""
+
+    def __init__(self, folder: Path, *, step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder), purge_step=step + 1 if step else None)
+
+    def log(self, record: Record) -> None:
+        step, kind = record["step"], record["kind"]
+        if kind == "sample":
+            self._writer.add_text(f"sample/{record['prompt']}", record["text"], step)
+            return
+        for name, value in scalars(record).items():
+            self._writer.add_scalar(f"{kind}/{name}", value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class TrackerSink:
+    """Weights & Biases or trackio: both offer `init(project=, name=, config=)`, `log(dict)` and `finish()`."""
+
+    def __init__(self, module: str, *, name: str, config: Record) -> None:
+        try:
+            self._tracker: Any = importlib.import_module(module)
+        except ImportError as error:
+            raise ValueError(f"trainer.tracker is {module!r}, which is not installed: pip install {module}") from error
+        self._tracker.init(project="perilune", name=name, config=dict(config))
+
+    def log(self, record: Record) -> None:
+        if record["kind"] != "sample":
+            values = {f"{record['kind']}/{name}": value for name, value in scalars(record).items()}
+            self._tracker.log({**values, "step": record["step"]})
+
+    def close(self) -> None:
+        self._tracker.finish()
+
+
+def open_sinks(
+    folder: Path, *, tensorboard: bool, tracker: Literal["wandb", "trackio"] | None, name: str, config: Record, step: int
+) -> list[Sink]:
+    sinks: list[Sink] = []
+    if tensorboard:
+        sinks.append(TensorBoardSink(folder / "tensorboard", step=step))
+    if tracker is not None:
+        sinks.append(TrackerSink(tracker, name=name, config=config))
+    return sinks
+
+
+def scalars(record: Record) -> dict[str, float]:
+    """The plottable numbers of a record; a per-layer list becomes one curve a layer."""
+    values: dict[str, float] = {}
+    for name, value in record.items():
+        if name in ("kind", "step"):
+            continue
+        if isinstance(value, list | tuple):
+            values.update({f"{name}/{index}": v for index, v in enumerate(value) if isinstance(v, int | float)})
+        elif isinstance(value, int | float):
+            values[name] = value
+    return values
+
+
+class Throughput:
+    """Tokens a second over the last `window` log intervals."""
+
+    def __init__(self, window: int = 8, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._marks: deque[tuple[float, int]] = deque(maxlen=window + 1)
+
+    def mark(self, tokens_so_far: int) -> float:
+        """The rate between the oldest mark remembered and now; 0.0 for the first."""
+        self._marks.append((self._clock(), tokens_so_far))
+        (start, before), (end, after) = self._marks[0], self._marks[-1]
+        return (after - before) / (end - start) if end > start else 0.0
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most memory in use so far: of the GPU's allocator, or else of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    # ru_maxrss is in kilobytes on Linux and in bytes on macOS.
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,0 +1,121 @@
+"""The optimizer of a run with everything that happens around its step: learning rate, gradient clipping, QK-Clip."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from perilune.optim import Adam, ClipReport, MuonClip, QKClip, clip_grad_norm_
+from perilune.optim.plan import plan_parameters
+from perilune.optim.qk_clip import find_heads
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    kind: Literal["muonclip", "adamw"] = "muonclip"
+    lr: float = 3e-3
+    adam_lr: float | None = None
+    """Learning rate of what MuonClip gives to AdamW; None: `lr`."""
+    weight_decay: float = 0.1
+    momentum: float = 0.95
+    adam_betas: tuple[float, float] = (0.9, 0.95)
+    per_head: bool = False
+    """Orthogonalise the heads of q, k, v and o one by one."""
+    orthogonalize_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of Newton-Schulz. "auto" is bfloat16 where the machine has it in hardware; name one to compare machines."""
+    qk_clip_tau: float | None = 100.0
+    """Attention logit above which QK-Clip shrinks a head; None: only record."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("muonclip", "adamw"):
+            raise ValueError(f'optimizer.kind is {self.kind!r}, expected "muonclip" or "adamw"')
+        for name in ("lr", "adam_lr", "qk_clip_tau"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"optimizer.{name} is {value!r}, expected a positive number")
+
+
+class Optimization:
+    """An optimizer and the QK-Clip after it. `clip` is None for a model without softmax attention."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, clip: QKClip | None) -> None:
+        self.optimizer = optimizer
+        self.clip = clip
+        self._base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
+
+    def set_lr(self, scale: float) -> None:
+        for group, base in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
+            group["lr"] = base * scale
+
+    def clip_gradients(self, max_norm: float | None) -> torch.Tensor:
+        """The norm of all gradients, a device scalar, after scaling down AdamW's part of them to `max_norm`."""
+        return clip_grad_norm_(self.optimizer, math.inf if max_norm is None else max_norm)
+
+    def step(self) -> ClipReport:
+        """Move the weights, clip heads, forget gradients and statistics; says what QK-Clip saw and did."""
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.clip is None:
+            return nothing_seen()
+        if isinstance(self.optimizer, MuonClip):
+            assert self.optimizer.qk_report is not None, "MuonClip reports after every step that had a gradient"
+            return self.optimizer.qk_report
+        return self.clip.apply()
+
+    def skip(self) -> ClipReport:
+        """Throw the step away: no weight moves, and what it saw of the logits clips nothing later."""
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.clip is None:
+            return nothing_seen()
+        seen = self.clip.max_logits()
+        self.clip.discard()
+        return ClipReport(layers=self.clip.layers, max_logits=seen, num_clipped=torch.zeros((), dtype=torch.int64))
+
+    def clip_tensors(self) -> dict[str, torch.Tensor]:
+        """QK-Clip's statistics, for the checkpoint."""
+        state: dict[str, Any] = {} if self.clip is None else self.clip.state_dict()
+        return {f"qk_clip.{name}": value for name, value in state.items() if isinstance(value, torch.Tensor)}
+
+    def load_clip_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        if self.clip is not None:
+            saved = {name: tensors.get(f"qk_clip.{name}") for name in ("last_max_logits", "ever_clipped")}
+            self.clip.load_state_dict({"layers": list(self.clip.layers), **saved})
+
+
+def nothing_seen() -> ClipReport:
+    return ClipReport(layers=(), max_logits=torch.zeros(0, 1), num_clipped=torch.zeros((), dtype=torch.int64))
+
+
+def build_optimization(model: nn.Module, config: OptimizerConfig) -> Optimization:
+    heads = find_heads(model)
+    # An infinite threshold never clips, and the statistics are still read and reset every step.
+    tau = (math.inf if config.qk_clip_tau is None else config.qk_clip_tau) if heads else None
+    if config.kind == "muonclip":
+        dtype = None if config.orthogonalize_dtype == "auto" else getattr(torch, config.orthogonalize_dtype)
+        optimizer = MuonClip.for_model(
+            model,
+            lr=config.lr,
+            adam_lr=config.adam_lr,
+            weight_decay=config.weight_decay,
+            momentum=config.momentum,
+            adam_betas=config.adam_betas,
+            per_head=config.per_head,
+            orthogonalize_dtype=dtype,
+            qk_clip_tau=tau,
+        )
+        return Optimization(optimizer, optimizer.qk_clip)
+    return Optimization(_adamw(model, config), None if tau is None else QKClip(heads, tau))
+
+
+def _adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
+    """AdamW over everything; matrices decay, and of the rest what MuonClip would let decay."""
+    plan = plan_parameters(model)
+    decays = [not isinstance(entry.layout, Adam) or entry.layout.weight_decay for entry in plan]
+    groups = [
+        {"params": [entry.parameter for entry, d in zip(plan, decays, strict=True) if d], "weight_decay": config.weight_decay},
+        {"params": [entry.parameter for entry, d in zip(plan, decays, strict=True) if not d], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.adam_betas, eps=1e-8)

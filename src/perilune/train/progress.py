@@ -1,0 +1,80 @@
+"""What the person at the terminal sees: a bar with loss, tokens/s, max logit and time left; plain lines elsewhere."""
+
+import sys
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from perilune.train.metrics import Record
+
+
+class TrainingProgress:
+    """On a terminal a live bar; otherwise one plain line per logged step. Silent on ranks other than 0 and when quiet."""
+
+    def __init__(self, *, total_steps: int, done: int, quiet: bool = False, console: Console | None = None) -> None:
+        # Standard error, so that `--json` on standard output stays machine-readable.
+        self.console = console or Console(file=sys.stderr, highlight=False, quiet=quiet)
+        self.total_steps = total_steps
+        self._bar: Progress | None = None
+        if self.console.is_terminal and not quiet:
+            self._bar = Progress(
+                TextColumn("training"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[numbers]}"),
+                TimeElapsedColumn(),
+                TextColumn("left"),
+                TimeRemainingColumn(),
+                console=self.console,
+            )
+            self._task = self._bar.add_task("training", total=total_steps, completed=done, numbers="")
+
+    def __enter__(self) -> "TrainingProgress":
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def step(self, step: int) -> None:
+        if self._bar is not None:
+            self._bar.update(self._task, completed=step)
+
+    def record(self, record: Record) -> None:
+        line = line_of(record)
+        if record["kind"] == "train" and self._bar is not None:
+            self._bar.update(self._task, completed=record["step"], numbers=line)
+        elif line:
+            self.say(f"step {record['step']}/{self.total_steps}  {line}")
+
+    def say(self, text: str) -> None:
+        self.console.print(text, markup=False, soft_wrap=True)
+
+
+def line_of(record: Record) -> str:
+    """`loss 3.127  2.05 bits/byte  max logit 31.4  12,345 tok/s`"""
+    if record["kind"] == "sample":
+        return f"{record['prompt']!r} -> {record['text']!r}"
+    parts = []
+    if record.get("skipped"):
+        parts.append("not finite, skipped")
+    if _number(record.get("loss")):
+        parts.append(f"{'valid ' if record['kind'] == 'valid' else ''}loss {record['loss']:.3f}")
+    if _number(record.get("bits_per_byte")):
+        parts.append(f"{record['bits_per_byte']:.3f} bits/byte")
+    logits = [value for value in record.get("max_logit") or [] if _number(value)]
+    if logits:
+        parts.append(f"max logit {max(logits):.1f}")
+    if record.get("tokens_per_s"):
+        parts.append(f"{record['tokens_per_s']:,.0f} tok/s")
+    return "  ".join(parts)
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and value == value

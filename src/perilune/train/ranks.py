@@ -1,0 +1,34 @@
+"""Who am I among the processes of this run: plain functions that answer 0 of 1 without torch.distributed."""
+
+import torch
+import torch.distributed as dist
+
+
+def distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def rank() -> int:
+    return dist.get_rank() if distributed() else 0
+
+
+def world_size() -> int:
+    return dist.get_world_size() if distributed() else 1
+
+
+def barrier() -> None:
+    if distributed():
+        dist.barrier()
+
+
+def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
+    """All-reduced in place; the same tensor on one process."""
+    if distributed():
+        dist.all_reduce(values, op=dist.ReduceOp.SUM)
+    return values
+
+
+def max_over_ranks(values: torch.Tensor) -> torch.Tensor:
+    if distributed():
+        dist.all_reduce(values, op=dist.ReduceOp.MAX)
+    return values

@@ -1,0 +1,76 @@
+"""Everything a run is a function of: one frozen dataclass composed from those of its parts."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from perilune.model import ModelConfig
+from perilune.train.batches import DataConfig
+from perilune.train.optimizer import OptimizerConfig
+from perilune.train.schedule import ScheduleConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerConfig:
+    steps: int = 1000
+    global_batch_rows: int = 16
+    """Rows of `data.seq_len` tokens in one optimizer step, over all ranks."""
+    micro_batch_rows: int = 16
+    """Rows of one forward and backward on one rank; gradients are accumulated up to the global batch."""
+    precision: Literal["float32", "bf16"] = "float32"
+    """Of the computation. Parameters, gradients, reductions and optimizer state are float32 either way."""
+    grad_clip: float | None = 1.0
+    """Norm above which AdamW's gradients are scaled down; Muon's direction does not depend on it."""
+    device: str = "auto"
+    """"auto" takes the first of cuda, cpu that is there."""
+    compile: bool = False
+
+    log_every: int = 1
+    eval_every: int = 100
+    """Steps between validations; 0: only after the last step."""
+    eval_rows: int = 32
+    checkpoint_every: int = 100
+    """Steps between checkpoints; 0: only after the last step."""
+    keep_last: int = 2
+    max_bad_steps: int = 10
+    """Stop after so many steps in a row whose loss or gradient is not finite."""
+
+    sample_prompts: tuple[str, ...] = ()
+    sample_tokens: int = 64
+    sample_temperature: float = 0.8
+
+    report: bool = True
+    """Write report.html at the end."""
+    tensorboard: bool = True
+    tracker: Literal["wandb", "trackio"] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "global_batch_rows", "micro_batch_rows", "log_every", "eval_rows", "max_bad_steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"trainer.{name} is {getattr(self, name)!r}, expected 1 or more")
+        for name in ("eval_every", "checkpoint_every", "keep_last", "sample_tokens"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"trainer.{name} is {getattr(self, name)!r}, expected 0 or more")
+        if self.grad_clip is not None and not self.grad_clip > 0:
+            raise ValueError(f"trainer.grad_clip is {self.grad_clip!r}, expected a positive norm, or None for no clipping")
+        if self.precision not in ("float32", "bf16"):
+            raise ValueError(f'trainer.precision is {self.precision!r}, expected "float32" or "bf16"')
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    name: str
+    seed: int = 0
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+
+    def __post_init__(self) -> None:
+        if not self.name or self.name.startswith(".") or "/" in self.name or "\\" in self.name:
+            raise ValueError(f"name is {self.name!r}, expected a folder name without slashes or a leading dot")
+        if self.model.vocab_size < self.data.vocab_size:
+            raise ValueError(
+                f"model.vocab_size is {self.model.vocab_size!r}, smaller than data.vocab_size={self.data.vocab_size!r}: "
+                "make them equal"
+            )

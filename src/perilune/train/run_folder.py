@@ -1,0 +1,141 @@
+"""The folder of a run, and getting a model back out of it.
+
+    runs/NAME/config.json  environment.json  tokenizer.json  metrics.jsonl  report.html  checkpoints/  tensorboard/
+
+A run may begin only where no run is, unless it is told to resume or to overwrite. Resuming compares the checkpoint with
+the run that is about to continue it: the same model, data, tokenizer, seed and kind of optimizer, or one clear error.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from perilune.data.tokenizer import Tokenizer
+from perilune.model import Decoder
+from perilune.train import checkpoint
+from perilune.train.config_file import differences, from_plain, to_plain
+from perilune.train.environment import describe_environment
+from perilune.train.run_config import RunConfig
+
+CONFIG = "config.json"
+ENVIRONMENT = "environment.json"
+TOKENIZER = "tokenizer.json"
+METRICS = "metrics.jsonl"
+CHECKPOINTS = "checkpoints"
+OWN_FILES = (CONFIG, ENVIRONMENT, TOKENIZER, METRICS, "report.html", CHECKPOINTS, "tensorboard")
+
+FIXED_FIELDS = ("seed", "model", "data.seq_len", "data.vocab_size", "optimizer.kind")
+"""What a resumed run may not change. The data itself is compared by its fingerprint."""
+
+
+class RunError(RuntimeError):
+    """A run that cannot begin or continue; the message says why and what to do."""
+
+
+def check_free(folder: Path, config: RunConfig, *, resume: bool, overwrite: bool) -> None:
+    """RunError unless this run may write to `folder`. Changes nothing."""
+    exists = (folder / CONFIG).exists()
+    if resume and not exists:
+        raise RunError(f"there is no run in {str(folder)!r} to resume: start it without --resume")
+    if exists and not resume and not overwrite:
+        raise RunError(
+            f"{str(folder)!r} already holds a run: continue it with `perilune train {config.name} --resume`, "
+            "replace it with --overwrite, or give this one another name"
+        )
+
+
+def create(folder: Path, config: RunConfig, tokenizer: Tokenizer, *, device: torch.device, fresh: bool) -> None:
+    """Make the folder ready to write to; `fresh` removes the run that was there. config.json comes last: it claims."""
+    if fresh and folder.exists():
+        _remove_run(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    checkpoint.clean_leftovers(folder / CHECKPOINTS)
+    tokenizer.save(folder / TOKENIZER)
+    _write_json(folder / ENVIRONMENT, describe_environment(device))
+    _write_json(folder / CONFIG, to_plain(config))
+
+
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+    partial = path.with_name(f".{path.name}")
+    partial.write_text(json.dumps(value, indent=2) + "\n")
+    os.replace(partial, path)
+
+
+def _remove_run(folder: Path) -> None:
+    """Only what a run writes: a wrong path must not cost anybody's work. The config goes first, so no half run is left."""
+    for name in OWN_FILES:
+        path = folder / name
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def read_config(folder: Path) -> RunConfig:
+    path = folder / CONFIG
+    try:
+        plain = json.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise RunError(f"{str(folder)!r} is not the folder of a run: it has no {CONFIG}") from error
+    except ValueError as error:
+        raise RunError(f"{str(path)!r} is not valid JSON: {error}") from error
+    return from_plain(RunConfig, plain)
+
+
+def check_same_run(saved: Mapping[str, Any], config: RunConfig, *, data: str, tokenizer: str) -> list[str]:
+    """RunError when the checkpoint belongs to another run; else the harmless differences, for the person to read."""
+    changed = list(differences(saved["config"], to_plain(config)))
+    fatal = [line for line in changed if any(_within(line.split(":")[0], field) for field in FIXED_FIELDS)]
+    if fatal:
+        raise RunError(
+            f"cannot resume with a different configuration: {'; '.join(fatal)} (checkpoint -> now); "
+            "use the values of the checkpoint, or start a new run"
+        )
+    for name, ours in (("tokenizer", tokenizer), ("data", data)):
+        theirs = saved[f"{name}_fingerprint"]
+        if theirs != ours:
+            raise RunError(
+                f"cannot resume: the {name} fingerprint is {ours[:12]!r} but the checkpoint was trained with "
+                f"{theirs[:12]!r}: the {name} changed since; restore it, or start a new run"
+            )
+    return changed
+
+
+def _within(name: str, field: str) -> bool:
+    return name == field or name.startswith(field + ".")
+
+
+def load_run(folder: str | Path, *, device: str | torch.device = "cpu") -> tuple[Decoder, Tokenizer, RunConfig]:
+    """The trained model of a run, in eval mode, with its tokenizer and config."""
+    folder = Path(folder)
+    config = read_config(folder)
+    found = checkpoint.find(folder / CHECKPOINTS)
+    if found is None:
+        raise RunError(f"the run in {str(folder)!r} has no checkpoint yet: train it first")
+    tokenizer = Tokenizer.load(folder / TOKENIZER)
+    if tokenizer.fingerprint != found.state["tokenizer_fingerprint"]:
+        raise RunError(
+            f"{str(folder / TOKENIZER)!r} has fingerprint {tokenizer.fingerprint[:12]!r}, but the checkpoint was trained "
+            f"with {found.state['tokenizer_fingerprint'][:12]!r}: put the tokenizer of the run back"
+        )
+    changed = list(differences(found.state["config"]["model"], to_plain(config)["model"], "model"))
+    if changed:
+        raise RunError(
+            f"{str(folder / CONFIG)!r} describes another model than the checkpoint: {'; '.join(changed)} "
+            "(checkpoint -> config): put the config of the run back"
+        )
+    model = build_model(config, torch.device(device))
+    checkpoint.restore_model(found.folder, model)
+    return model.eval(), tokenizer, config
+
+
+def build_model(config: RunConfig, device: torch.device) -> Decoder:
+    """Initialised from the run's seed on the CPU, so that the weights are the same for every device."""
+    compute_dtype = "bfloat16" if config.trainer.precision == "bf16" else config.model.compute_dtype
+    return Decoder(replace(config.model, compute_dtype=compute_dtype), seed=config.seed).to(device)

@@ -1,0 +1,369 @@
+"""The training loop. `train` reads from top to bottom; the functions around it are what its lines mean.
+
+One optimizer step over the micro-batches m of the global batch, with V valid targets in all of them on all ranks:
+
+    gradient = sum_m d(sum of cross entropy in m) / V            so the cut into micro-batches and ranks does not matter
+
+Then the gradient is clipped (AdamW's part), the optimizer moves, QK-Clip shrinks heads whose logits grew, router biases
+move. A step whose loss or gradient norm is not finite changes nothing but the count of such steps.
+
+A run is a function of its config and seed. Everything that decides the next step is in the checkpoint: on CPU, killing
+the process at any instant and resuming gives the same bits.
+"""
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from perilune.model import Decoder, SamplingConfig
+from perilune.model.linear import RMSNorm, SwiGLU
+from perilune.train import checkpoint, ranks, run_folder
+from perilune.train.batches import MicroBatch, RunData, micro_batches, open_data
+from perilune.train.checkpoint import OnPhase
+from perilune.train.config_file import to_plain
+from perilune.train.evaluate import bits_per_byte, continuations, validate
+from perilune.train.interrupt import Interrupted, StopRequest
+from perilune.train.metrics import Throughput, peak_memory_bytes
+from perilune.train.optimizer import Optimization, build_optimization
+from perilune.train.outputs import Outputs
+from perilune.train.run_config import RunConfig
+from perilune.train.schedule import lr_at
+
+
+class TrainingStopped(RuntimeError):
+    """Too many steps in a row were not finite; the last good checkpoint is kept."""
+
+
+@dataclass(kw_only=True)
+class Position:
+    """How far a run is; all of it goes into the checkpoint."""
+
+    step: int = 0
+    """Optimizer steps taken, skipped ones included."""
+    rows: int = 0
+    """Rows of data consumed, over all ranks."""
+    tokens: int = 0
+    skipped: int = 0
+    bad_in_a_row: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Run:
+    """The parts of a running training."""
+
+    config: RunConfig
+    folder: Path
+    device: torch.device
+    data: RunData
+    model: Decoder
+    optimization: Optimization
+    position: Position
+    outputs: Outputs
+    on_phase: OnPhase
+
+
+def train(
+    config: RunConfig,
+    *,
+    runs_folder: str | Path = "runs",
+    resume: bool = False,
+    overwrite: bool = False,
+    quiet: bool = False,
+    on_phase: OnPhase = lambda phase: None,
+) -> dict[str, Any]:
+    """Train to `config.trainer.steps`, write checkpoints, metrics and the report, and return the summary.
+
+    Raises Interrupted (a SystemExit) after saving when asked to stop, TrainingStopped when the numbers broke for good,
+    RunError or CheckpointError with one clear sentence when the folder, the data or the disk do not allow it.
+    `on_phase` is told the name of every phase as it is reached.
+    """
+    folder = Path(runs_folder) / config.name
+    run = prepare(config, folder, resume=resume, overwrite=overwrite, quiet=quiet, on_phase=on_phase)
+    settings, at, model, optimization = config.trainer, run.position, run.model, run.optimization
+    throughput = Throughput()
+    throughput.mark(at.tokens)
+
+    with run.outputs as outputs, StopRequest(outputs.say_stopping) as stop:
+        while at.step < settings.steps:
+            on_phase("step:begin")
+            lr_scale = lr_at(at.step, config.schedule, settings.steps)
+            optimization.set_lr(lr_scale)
+            batches = load_batches(run)
+            targets, text_bytes = totals(batches, run.device)
+
+            loss_sum = forward_backward(model, batches, targets)
+            grad_norm = optimization.clip_gradients(settings.grad_clip)
+            on_phase("step:backward")
+
+            # The one wait for the device in a step: whether to take it has to be known before the weights move.
+            nats, norm = torch.stack([loss_sum, grad_norm.double()]).tolist()
+            finite = math.isfinite(nats) and math.isfinite(norm)
+            if finite:
+                clip = optimization.step()
+                imbalance = model.after_optimizer_step()
+                at.bad_in_a_row = 0
+            else:
+                clip, imbalance = optimization.skip(), None
+                model.discard_step_statistics()
+                at.skipped += 1
+                at.bad_in_a_row += 1
+            on_phase("step:optimizer")
+
+            at.step += 1
+            at.rows += settings.global_batch_rows
+            at.tokens += settings.global_batch_rows * config.data.seq_len
+            last = at.step == settings.steps
+
+            if at.step % settings.log_every == 0 or last or not finite:
+                record = {
+                    "kind": "train",
+                    "step": at.step,
+                    "loss": nats / targets,
+                    "bits_per_byte": bits_per_byte(nats, text_bytes),
+                    "lr": config.optimizer.lr * lr_scale,
+                    "grad_norm": norm,
+                    "tokens": at.tokens,
+                    "tokens_per_s": throughput.mark(at.tokens),
+                    "peak_memory_bytes": peak_memory_bytes(run.device),
+                    "max_logit": clip.max_logits.amax(dim=-1).tolist(),
+                    "clipped_heads": int(clip.num_clipped),
+                    "skipped": at.skipped,
+                }
+                outputs.write(record if imbalance is None else {**record, "moe_imbalance": float(imbalance)})
+            outputs.progress.step(at.step)
+            on_phase("step:logged")
+
+            if at.bad_in_a_row >= settings.max_bad_steps:
+                raise TrainingStopped(stopped_message(run))
+            if due(at.step, settings.eval_every) or last:
+                write_validation(run)
+            if last:
+                write_samples(run)
+            if due(at.step, settings.checkpoint_every) or last or stop.signal_number is not None:
+                save(run)
+            if stop.signal_number is not None and not last:
+                outputs.say(f"saved at step {at.step}; continue with `perilune train {config.name} --resume`")
+                raise Interrupted(stop.signal_number)
+
+        return finish(run)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One step
+
+
+def load_batches(run: Run) -> list[MicroBatch]:
+    """This rank's micro-batches of the next optimizer step."""
+    settings = run.config.trainer
+    return list(
+        micro_batches(
+            run.data.train,
+            first_row=run.position.rows,
+            rows=settings.global_batch_rows,
+            micro_batch_rows=settings.micro_batch_rows,
+            device=run.device,
+        )
+    )
+
+
+def totals(batches: Sequence[MicroBatch], device: torch.device) -> tuple[int, int]:
+    """Valid targets of the whole global batch, and the bytes of text they stand for; over all ranks."""
+    own = [sum(batch.num_targets for batch in batches), sum(batch.num_bytes for batch in batches)]
+    if not ranks.distributed():
+        return own[0], own[1]
+    targets, text_bytes = ranks.sum_over_ranks(torch.tensor(own, device=device)).tolist()
+    return targets, text_bytes
+
+
+def forward_backward(model: Decoder, batches: Sequence[MicroBatch], num_targets: int) -> torch.Tensor:
+    """Gradients of the loss per target of the global batch into .grad; returns the summed loss in nats, float64."""
+    total = torch.zeros((), dtype=torch.float64, device=batches[0].tokens_BT.device)
+    for batch in batches:
+        loss = model.loss(batch.tokens_BT, batch.targets_BT, batch.cu_seqlens)
+        (loss / max(1, num_targets)).backward()
+        total += loss.detach()
+    return ranks.sum_over_ranks(total)
+
+
+def due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What a run writes
+
+
+def write_validation(run: Run) -> None:
+    settings = run.config.trainer
+    if run.data.valid is not None:
+        result = validate(
+            run.model,
+            run.data.valid,
+            rows=settings.eval_rows,
+            micro_batch_rows=settings.micro_batch_rows,
+            device=run.device,
+        )
+        run.outputs.write({"kind": "valid", "step": run.position.step, **result})
+    run.on_phase("step:validated")
+
+
+def write_samples(run: Run) -> None:
+    settings = run.config.trainer
+    sampling = SamplingConfig(
+        max_new_tokens=settings.sample_tokens, temperature=settings.sample_temperature, seed=run.config.seed
+    )
+    if ranks.rank() == 0:
+        for prompt, text in continuations(run.model, run.data.tokenizer, settings.sample_prompts, sampling):
+            run.outputs.write({"kind": "sample", "step": run.position.step, "prompt": prompt, "text": text})
+
+
+def save(run: Run) -> None:
+    model, optimization = run.model, run.optimization
+    checkpoint.save(
+        run.folder / run_folder.CHECKPOINTS,
+        step=run.position.step,
+        tensors={
+            **checkpoint.model_tensors(model),
+            **checkpoint.optimizer_tensors(model, optimization.optimizer),
+            **optimization.clip_tensors(),
+            **checkpoint.random_tensors(),
+        },
+        state={
+            **asdict(run.position),
+            "optimizer_scalars": checkpoint.optimizer_scalars(model, optimization.optimizer),
+            "data_fingerprint": run.data.train.fingerprint,
+            "tokenizer_fingerprint": run.data.tokenizer.fingerprint,
+            "metrics_bytes": run.outputs.metrics_bytes(),
+            "config": to_plain(run.config),
+        },
+        keep_last=run.config.trainer.keep_last,
+        on_phase=run.on_phase,
+    )
+
+
+def finish(run: Run) -> dict[str, Any]:
+    """The report, and the numbers a caller wants."""
+    if run.outputs.metrics is None:
+        return {}
+    records = run.outputs.metrics.read()
+    last = {kind: next((r for r in reversed(records) if r["kind"] == kind), {}) for kind in ("train", "valid")}
+    summary = {
+        "run": str(run.folder),
+        "steps": run.position.step,
+        "tokens": run.position.tokens,
+        "parameters": run.model.num_parameters(),
+        "loss": last["train"].get("loss"),
+        "bits_per_byte": last["train"].get("bits_per_byte"),
+        "valid_loss": last["valid"].get("loss"),
+        "valid_bits_per_byte": last["valid"].get("bits_per_byte"),
+        "skipped_steps": run.position.skipped,
+        "tokens_per_s": last["train"].get("tokens_per_s"),
+        "peak_memory_bytes": peak_memory_bytes(run.device),
+        "samples": [{"prompt": r["prompt"], "text": r["text"]} for r in records if r["kind"] == "sample"],
+        "report": None,
+    }
+    if run.config.trainer.report:
+        from perilune.report import write_training_report  # loads the plotting library: only when there is a plot
+
+        summary["report"] = str(write_training_report(run.folder))
+        run.outputs.say(f"report: {summary['report']}")
+    return summary
+
+
+def stopped_message(run: Run) -> str:
+    found = checkpoint.find(run.folder / run_folder.CHECKPOINTS)
+    kept = "there is no checkpoint yet" if found is None else f"the last good checkpoint is {found.folder.name}"
+    return (
+        f"loss or gradient was not finite for {run.position.bad_in_a_row} steps in a row "
+        f"(trainer.max_bad_steps={run.config.trainer.max_bad_steps}), up to step {run.position.step}: {kept}; "
+        "lower optimizer.lr or look at the data, then resume"
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Before the first step
+
+
+def prepare(
+    config: RunConfig, folder: Path, *, resume: bool, overwrite: bool, quiet: bool, on_phase: OnPhase
+) -> Run:
+    """Build every part of the run, and bring it to where its checkpoint left it."""
+    check_batch_divides(config)
+    run_folder.check_free(folder, config, resume=resume, overwrite=overwrite)
+    device = pick_device(config.trainer.device)
+    seed_everything(config.seed)
+    data = open_data(config.data, seed=config.seed)
+    model = run_folder.build_model(config, device)
+    optimization = build_optimization(model, config.optimizer)
+    position, metrics_bytes = Position(), 0
+    messages: list[str] = []
+
+    found = checkpoint.find(folder / run_folder.CHECKPOINTS) if resume else None
+    if found is not None:
+        changed = run_folder.check_same_run(
+            found.state, config, data=data.train.fingerprint, tokenizer=data.tokenizer.fingerprint
+        )
+        loaded = checkpoint.restore(found.folder, found.state, model, optimization.optimizer)
+        optimization.load_clip_tensors(loaded)
+        position = Position(**{name: found.state[name] for name in asdict(position)})
+        metrics_bytes = found.state["metrics_bytes"]
+        messages += [*found.messages, *(f"changed since the checkpoint: {line}" for line in changed)]
+        messages.append(f"resuming from step {position.step}")
+
+    # Nothing is written before everything above has worked.
+    if ranks.rank() == 0:
+        run_folder.create(folder, config, data.tokenizer, device=device, fresh=not resume)
+    ranks.barrier()
+    if config.trainer.compile:
+        compile_dense_parts(model)
+    model.train()
+    outputs = Outputs(config, folder, quiet=quiet, step=position.step, metrics_bytes=metrics_bytes)
+    for message in messages:
+        outputs.say(message)
+    return Run(
+        config=config,
+        folder=folder,
+        device=device,
+        data=data,
+        model=model,
+        optimization=optimization,
+        position=position,
+        outputs=outputs,
+        on_phase=on_phase,
+    )
+
+
+def check_batch_divides(config: RunConfig) -> None:
+    rows, world = config.trainer.global_batch_rows, ranks.world_size()
+    if rows % world:
+        raise ValueError(f"trainer.global_batch_rows is {rows!r}, expected a multiple of the {world} ranks")
+
+
+def pick_device(name: str) -> torch.device:
+    if name != "auto":
+        return torch.device(name)
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def seed_everything(seed: int) -> None:
+    """Every global generator; nothing of the loop draws from them, but a model or a sink may."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def compile_dense_parts(model: Decoder) -> None:
+    """The MLPs and the norms before them, in place, so that names in the checkpoint stay.
+
+    Their shapes are the same in every batch. Attention operators plan their work from the document borders of the batch
+    on the host; traced with the rest, they are compiled anew for every batch.
+    """
+    for module in model.modules():
+        if isinstance(module, SwiGLU) or (isinstance(module, RMSNorm) and len(module.weight) == model.config.hidden_size):
+            module.compile()
