@@ -12,6 +12,9 @@ from torch import Tensor, nn
 class Linear(nn.Linear):
     """nn.Linear without bias by default, computed in the dtype of its input."""
 
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
     def __init__(self, in_features: int, out_features: int, *, bias: bool = False) -> None:
         super().__init__(in_features, out_features, bias=bias)
 

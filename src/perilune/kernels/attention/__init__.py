@@ -65,18 +65,18 @@ def attention(
     pairs, in float32 (float64 for float64 inputs), without gradient; -inf for a head without any pair.
     """
     _check(q, k, v, cu_seqlens)
-    scale = q.shape[3] ** -0.5 if scale is None else scale
+    factor: float = q.shape[3] ** -0.5 if scale is None else scale
     obstacle = flex.why_not(q, k, v)
     if backend is None:
         backend = "tiled" if obstacle else "flex"
     if backend == "flex":
         if obstacle:
             raise ValueError(f"backend='flex' cannot run here: {obstacle}; use backend='tiled'")
-        return flex.flex_attention_with_max(q, k, v, scale=scale, cu_seqlens=cu_seqlens)
+        return flex.flex_attention_with_max(q, k, v, scale=factor, cu_seqlens=cu_seqlens)
     # Reading the borders on the host is free on CPU. On CUDA it waits for the device once per call.
     borders = None if cu_seqlens is None else _borders(cu_seqlens, q.shape[1])
     if backend == "tiled":
-        return tiled_attention(q, k, v, scale=scale, borders=borders)
+        return tiled_attention(q, k, v, scale=factor, borders=borders)
     if backend == "reference":
-        return reference_attention(q, k, v, scale=scale, cu_seqlens=cu_seqlens)
+        return reference_attention(q, k, v, scale=factor, cu_seqlens=cu_seqlens)
     raise ValueError(f"backend={backend!r} is unknown: expected 'reference', 'tiled', 'flex' or None to choose")

@@ -6,7 +6,9 @@ Scores are kept in base 2 inside the kernel, so `max_logit` may differ from the 
 """
 
 import weakref
+from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -80,7 +82,7 @@ def _causal_mask(length: int, device: torch.device) -> BlockMask:
 
 
 @lru_cache(maxsize=1)
-def _compiled():
+def _compiled() -> Callable[..., Any]:
     return torch.compile(flex_attention, fullgraph=True)
 
 

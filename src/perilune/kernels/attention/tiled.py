@@ -122,6 +122,28 @@ def _inputs(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor
     return q_NGTD, k_N1TD[:, 0], v_N1TV[:, 0]
 
 
+def _attend_range(
+    q_NRD: Tensor,
+    k_NTD: Tensor,
+    v_NTV: Tensor,
+    scale: float,
+    tile: Tile,
+    key_range: tuple[int, int],
+    max_so_far: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A tile's queries against one range of its keys: row maximum with `max_so_far`, row sum, unscaled output."""
+    first, last = key_range
+    weights_NRT = torch.baddbmm(q_NRD[:, :1, :1], q_NRD, k_NTD[:, first:last].mT, beta=0, alpha=scale)
+    if last == tile.last_key:
+        _mask(weights_NRT, tile)
+    max_NR1 = weights_NRT.amax(dim=-1, keepdim=True)
+    if max_so_far is not None:
+        max_NR1 = torch.maximum(max_NR1, max_so_far)
+    # exp2 is vectorised better than exp on CPU.
+    weights_NRT.sub_(max_NR1).mul_(LOG2_E).exp2_()
+    return max_NR1, weights_NRT.sum(dim=-1, keepdim=True), torch.bmm(weights_NRT, v_NTV[:, first:last])
+
+
 class _TiledAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q: Tensor, k: Tensor, v: Tensor, scale: float, tiles: tuple[Tile, ...]) -> tuple[Tensor, Tensor]:
@@ -139,24 +161,14 @@ class _TiledAttention(torch.autograd.Function):
         for tile in tiles:
             queries = slice(tile.start, tile.stop)
             q_NRD = q_NGTD[:, :, queries].flatten(1, 2)
-            max_NR1, sum_NR1, o_NRV = None, None, None
-            for first, last in tile.key_ranges():
-                weights_NRT = torch.baddbmm(q_NRD[:, :1, :1], q_NRD, k_NTD[:, first:last].mT, beta=0, alpha=scale)
-                if last == tile.last_key:
-                    _mask(weights_NRT, tile)
-                range_max = weights_NRT.amax(dim=-1, keepdim=True)
-                new_max = range_max if max_NR1 is None else torch.maximum(max_NR1, range_max)
-                # exp2 is vectorised better than exp on CPU.
-                weights_NRT.sub_(new_max).mul_(LOG2_E).exp2_()
-                range_sum = weights_NRT.sum(dim=-1, keepdim=True)
-                range_o = torch.bmm(weights_NRT, v_NTV[:, first:last])
-                if max_NR1 is None:
-                    sum_NR1, o_NRV = range_sum, range_o
-                else:
-                    shrink = (max_NR1 - new_max).exp_()
-                    sum_NR1 = range_sum.addcmul_(sum_NR1, shrink)
-                    o_NRV = range_o.addcmul_(o_NRV, shrink)
-                max_NR1 = new_max
+            first_range, *more_ranges = tile.key_ranges()
+            max_NR1, sum_NR1, o_NRV = _attend_range(q_NRD, k_NTD, v_NTV, scale, tile, first_range)
+            for key_range in more_ranges:
+                old_max, old_sum, old_o = max_NR1, sum_NR1, o_NRV
+                max_NR1, sum_NR1, o_NRV = _attend_range(q_NRD, k_NTD, v_NTV, scale, tile, key_range, old_max)
+                shrink_NR1 = (old_max - max_NR1).exp_()
+                sum_NR1.addcmul_(old_sum, shrink_NR1)
+                o_NRV.addcmul_(old_o, shrink_NR1)
             rows = (*heads, tile.size)
             torch.div(o_NRV.view(*rows, -1), sum_NR1.view(*rows, 1), out=o_BKGTV[..., queries, :])
             torch.add(max_NR1.view(rows), sum_NR1.log_().view(rows), out=lse_BKGT[..., queries])

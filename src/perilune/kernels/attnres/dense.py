@@ -85,8 +85,8 @@ class _Mix(torch.autograd.Function):
             return None, None, *([None] * len(sources))
 
         ds_ISN = torch.zeros_like(p_ISN)
-        if grad_mixes is not None:
-            dh_SND = grad_mixes.reshape(num_queries, -1, width).to(u_SD.dtype)
+        dh_SND = None if grad_mixes is None else grad_mixes.reshape(num_queries, -1, width).to(u_SD.dtype)
+        if dh_SND is not None:
             for index, source in enumerate(sources):
                 v_ND = source.reshape(-1, width).to(u_SD.dtype)
                 for query in range(num_queries):
@@ -105,7 +105,7 @@ class _Mix(torch.autograd.Function):
             if not ctx.needs_input_grad[2 + index]:
                 grads.append(None)
                 continue
-            if grad_mixes is None:
+            if dh_SND is None:
                 dv_ND = torch.zeros_like(v_ND)
             else:
                 dv_ND = dh_SND[0] * p_ISN[index, 0, :, None]
