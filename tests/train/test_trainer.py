@@ -296,7 +296,7 @@ def test_resume_refuses_another_fingerprint(cache, tmp_path, monkeypatch, what):
         # Same tokenizer, other documents: as when a file of the corpus was edited after the run began.
         real = trainer.open_data
 
-        def edited(data, *, seed):
+        def edited(data, *, seed, progress):
             opened = real(data, seed=seed)
             return replace(opened, train=real(replace(data, corpus=other), seed=seed).train)
 

@@ -11,9 +11,16 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from perilune.data.corpus import Corpus, CorpusConfig, Progress
-from perilune.data.packing import PackedDataset, ValidationSet, tokenize_corpus
-from perilune.data.tokenizer import Tokenizer
+from perilune.data import (
+    Corpus,
+    CorpusConfig,
+    PackedDataset,
+    Progress,
+    Tokenizer,
+    ValidationSet,
+    tokenize_corpus,
+    train_tokenizer,
+)
 from perilune.train import ranks
 
 
@@ -41,12 +48,7 @@ class RunData:
 def open_data(config: DataConfig, *, seed: int, progress: Progress | None = None) -> RunData:
     """Tokenizer and token store of the corpus, built on first use and cached by content."""
     corpus = Corpus(config.corpus, progress=progress)
-    tokenizer = Tokenizer.cached(
-        (document.text for document in corpus.documents("train")),
-        config.vocab_size,
-        corpus_fingerprint=corpus.fingerprint,
-        cache_dir=config.cache_dir,
-    )
+    tokenizer = train_tokenizer(corpus, config.vocab_size, cache_dir=config.cache_dir, progress=progress)
     stores = tokenize_corpus(corpus, tokenizer, cache_dir=config.cache_dir, progress=progress)
     return RunData(
         tokenizer=tokenizer,

@@ -5,7 +5,16 @@ from types import TracebackType
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from perilune.train.metrics import Record
 
@@ -55,6 +64,36 @@ class TrainingProgress:
 
     def say(self, text: str) -> None:
         self.console.print(text, markup=False, soft_wrap=True)
+
+
+class DataProgress:
+    """A bar per stage of preparing the corpus, on a terminal only; call it as `perilune.data` calls its progress."""
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        console = Console(file=sys.stderr, quiet=quiet)
+        self._stages: dict[str, TaskID] = {}
+        self._bar: Progress | None = None
+        if console.is_terminal and not quiet:
+            columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+            self._bar = Progress(*columns, console=console, transient=True)
+
+    def __enter__(self) -> "DataProgress":
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def __call__(self, stage: str, done: int, total: int | None) -> None:
+        if self._bar is None:
+            return
+        if stage not in self._stages:
+            self._stages[stage] = self._bar.add_task(stage, total=total)
+        self._bar.update(self._stages[stage], completed=done, total=total)
 
 
 def line_of(record: Record) -> str:

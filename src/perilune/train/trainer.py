@@ -32,6 +32,7 @@ from perilune.train.interrupt import Interrupted, StopRequest
 from perilune.train.metrics import Throughput, peak_memory_bytes
 from perilune.train.optimizer import Optimization, build_optimization
 from perilune.train.outputs import Outputs
+from perilune.train.progress import DataProgress
 from perilune.train.run_config import RunConfig
 from perilune.train.schedule import lr_at
 
@@ -298,7 +299,8 @@ def prepare(
     run_folder.check_free(folder, config, resume=resume, overwrite=overwrite)
     device = pick_device(config.trainer.device)
     seed_everything(config.seed)
-    data = open_data(config.data, seed=config.seed)
+    with DataProgress(quiet=quiet or ranks.rank() != 0) as progress:
+        data = open_data(config.data, seed=config.seed, progress=progress)
     model = run_folder.build_model(config, device)
     optimization = build_optimization(model, config.optimizer)
     position, metrics_bytes = Position(), 0
