@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from perilune.kernels.attention import attention, tiled
-from perilune.kernels.attention.flex import document_mask
+from perilune.kernels.attention.flex import document_mask, why_not
 
 # Sums of at most a few hundred float64 products of numbers around 1: 300 x 2.2e-16 with room for the exponential.
 FLOAT64_RTOL = 1e-12
@@ -273,7 +273,7 @@ def test_flex_on_cuda_equals_dense(dtype: torch.dtype, heads: int, kv_heads: int
     cu_seqlens = torch.tensor([0, *lengths], device="cuda").cumsum(0)
     for borders in (None, cu_seqlens):
         right = outputs_and_gradients(*exact, cu_seqlens=borders, backend="reference")
-        for backend in ("flex", "tiled", None):
+        for backend in ("flex", "tiled", None) if why_not(q, k, v) is None else ("tiled", None):
             ours = outputs_and_gradients(q, k, v, cu_seqlens=borders, backend=backend)
             # bf16: weights and ds are rounded to 8 bits before the second matmul. float32: torch's default is IEEE.
             tolerance = 2**-7 if dtype == torch.bfloat16 else 1e-4

@@ -26,7 +26,11 @@ STEPS = 30
 
 # Environment variables under which the libraries take the code paths of other processors.
 OTHER_MACHINES = {
-    "no vector instructions": {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE", "ONEDNN_MAX_CPU_ISA": "SSE41"},
+    "no vector instructions": {
+        "ATEN_CPU_CAPABILITY": "default",
+        "MKL_CBWR": "COMPATIBLE",
+        "ONEDNN_MAX_CPU_ISA": "SSE41",
+    },
     "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "MKL_CBWR": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
     "two threads": {"OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2"},
 }

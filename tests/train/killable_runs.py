@@ -20,7 +20,9 @@ forks = multiprocessing.get_context("forkserver")
 forks.set_forkserver_preload(["perilune.train", "torch._dynamo"])
 
 
-def start(config: RunConfig, runs_folder: Path, *, kill_at: int | None = None, phases_to: Path | None = None) -> BaseProcess:
+def start(
+    config: RunConfig, runs_folder: Path, *, kill_at: int | None = None, phases_to: Path | None = None
+) -> BaseProcess:
     """Begin or continue the run; `kill_at` counts the phases the trainer reports from its start."""
     process = forks.Process(target=_run, args=(config, runs_folder, kill_at, phases_to))
     process.start()

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from perilune.train import checkpoint
+from perilune.train import checkpoint, random_state
 
 
 class Toy(nn.Module):
@@ -45,7 +45,7 @@ def save(root, step, *, model=None, optimizer=None, keep_last=3, on_phase=lambda
     tensors = {
         **checkpoint.model_tensors(model),
         **checkpoint.optimizer_tensors(model, optimizer),
-        **checkpoint.random_tensors(),
+        **random_state.tensors(),
     }
     state = {"step": step, "optimizer_scalars": checkpoint.optimizer_scalars(model, optimizer)}
     return checkpoint.save(root, step=step, tensors=tensors, state=state, keep_last=keep_last, on_phase=on_phase)
@@ -187,7 +187,9 @@ def test_a_full_disk_is_one_clear_error_and_leaves_the_earlier_checkpoint(tmp_pa
         monkeypatch.setattr(checkpoint, "_write_json", full)
     else:
         monkeypatch.setattr(checkpoint, "_point_latest", full)
-    with pytest.raises(checkpoint.CheckpointError, match=r"step 20.*the disk is full.*earlier checkpoints are untouched"):
+    with pytest.raises(
+        checkpoint.CheckpointError, match=r"step 20.*the disk is full.*earlier checkpoints are untouched"
+    ):
         save(tmp_path, 20)
     monkeypatch.undo()
 

@@ -1,9 +1,9 @@
 """Thirty steps of three tiny recipes give the losses they gave when the code was last meant to change them.
 
 Tolerances. Another CPU sums in another order. Forcing the libraries onto the code paths of processors without vector
-instructions and with AVX2, and onto two threads, moves no float32 loss by more than 1e-7 (golden_losses.json keeps these
-spreads); a processor with still other kernels is allowed a thousand times that, and ten times more where a near tie may
-send a token to another expert. bf16 rounds to 8 bits at each operation: 7e-4 was seen, 1e-2 is allowed. A wrong
+instructions and with AVX2, and onto two threads, moves no float32 loss by more than 1e-7 (golden_losses.json keeps
+these spreads); a processor with still other kernels is allowed a thousand times that, and ten times more where a near
+tie may send a token to another expert. bf16 rounds to 8 bits at each operation: 7e-4 was seen, 1e-2 is allowed. A wrong
 schedule, seed, batch or update moves the losses by far more: the last test shows it for a seed and for a weight decay.
 """
 

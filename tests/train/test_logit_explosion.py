@@ -25,7 +25,13 @@ def runs(tmp_path_factory):
             model={"num_hidden_layers": 1, "layer_types": ("mla",)},
             optimizer={"lr": 0.1, "adam_lr": 0.003, "weight_decay": 0.0, "qk_clip_tau": tau},
             schedule={"kind": "constant", "warmup_steps": 0},
-            trainer={"steps": 140, "global_batch_rows": 16, "micro_batch_rows": 16, "eval_every": 0, "checkpoint_every": 0},
+            trainer={
+                "steps": 140,
+                "global_batch_rows": 16,
+                "micro_batch_rows": 16,
+                "eval_every": 0,
+                "checkpoint_every": 0,
+            },
         )
         train(config, runs_folder=root, quiet=True)
         lines = [json.loads(line) for line in (root / name / "metrics.jsonl").read_text().splitlines()]

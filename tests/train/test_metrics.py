@@ -58,23 +58,23 @@ def test_tensorboard_files_hold_the_scalars(tmp_path):
 
 
 def test_a_tracker_is_used_when_asked_for_and_named_when_absent(tmp_path, monkeypatch):
-    class Tracker:
-        calls: list = []
+    calls = []
 
+    class Tracker:
         def init(self, **settings):
-            self.calls.append(("init", settings["name"], settings["config"]))
+            calls.append(("init", settings["name"], settings["config"]))
 
         def log(self, values):
-            self.calls.append(("log", values))
+            calls.append(("log", values))
 
         def finish(self):
-            self.calls.append("finish")
+            calls.append("finish")
 
     monkeypatch.setitem(sys.modules, "trackio", Tracker())
     (sink,) = open_sinks(tmp_path, tensorboard=False, tracker="trackio", name="toy", config={"a": 1}, step=0)
     sink.log({"kind": "train", "step": 7, "loss": 1.25})
     sink.close()
-    assert Tracker.calls == [("init", "toy", {"a": 1}), ("log", {"train/loss": 1.25, "step": 7}), "finish"]
+    assert calls == [("init", "toy", {"a": 1}), ("log", {"train/loss": 1.25, "step": 7}), "finish"]
 
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ValueError, match="wandb.*not installed"):

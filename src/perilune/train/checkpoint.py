@@ -24,7 +24,6 @@ import errno
 import hashlib
 import json
 import os
-import random
 import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -33,12 +32,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from perilune.train import ranks
+from perilune.train import random_state, ranks
 
 PREFIX = "step_"
 PARTIAL = ".partial-"
@@ -239,7 +238,7 @@ def load_tensors(
     """
     reader = dcp.FileSystemReader(folder)
     into = dict(like or {})
-    for name, entry in reader.read_metadata().state_dict_metadata.items():
+    for name, entry in _saved(reader).items():
         if name not in into and not only_like:
             into[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
     with _single_process_is_intended():
@@ -247,8 +246,14 @@ def load_tensors(
     return into
 
 
+def _saved(reader: dcp.FileSystemReader) -> dict[str, TensorStorageMetadata]:
+    """Shape and dtype of every tensor of a checkpoint; we store nothing else in the DCP part."""
+    entries = reader.read_metadata().state_dict_metadata
+    return {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+
+
 # ---------------------------------------------------------------------------------------------------------------------
-# What goes in: model, optimizer, random numbers
+# What goes in: model and optimizer (random_state.py: the generators)
 
 
 def model_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -276,25 +281,12 @@ def optimizer_scalars(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
     return scalars
 
 
-def random_tensors() -> dict[str, torch.Tensor]:
-    """The state of every global generator of this rank."""
-    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
-    numpy_state = [kind, np.asarray(keys).tolist(), position, has_gauss, cached]
-    prefix = f"rng.{ranks.rank()}."
-    tensors = {
-        prefix + "python": _json_tensor(random.getstate()),
-        prefix + "numpy": _json_tensor(numpy_state),
-        prefix + "torch": torch.get_rng_state(),
-    }
-    if torch.cuda.is_available():
-        tensors[prefix + "cuda"] = torch.cuda.get_rng_state()
-    return tensors
-
-
-def restore(folder: Path, state: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+def restore(
+    folder: Path, state: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[str, torch.Tensor]:
     """Bring model, optimizer and random generators to where the checkpoint left them; returns all tensors by name."""
     parameters = dict(model.named_parameters())
-    saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    saved = _saved(dcp.FileSystemReader(folder))
     like = _fitting_model_tensors(folder, model)
     entries: dict[str, tuple[nn.Parameter, str]] = {}
     for name in saved:
@@ -311,7 +303,7 @@ def restore(folder: Path, state: Mapping[str, Any], model: nn.Module, optimizer:
         optimizer.state[parameter][entry] = loaded[name]
     for parameter_name, plain in state.get("optimizer_scalars", {}).items():
         optimizer.state[parameters[parameter_name]].update(plain)
-    _restore_random(loaded)
+    random_state.restore(loaded)
     return loaded
 
 
@@ -322,7 +314,7 @@ def restore_model(folder: Path, model: nn.Module) -> None:
 
 def _fitting_model_tensors(folder: Path, model: nn.Module) -> dict[str, torch.Tensor]:
     weights = model_tensors(model)
-    saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    saved = _saved(dcp.FileSystemReader(folder))
     absent = sorted(set(weights) - set(saved))
     unknown = sorted(name for name in saved if name.startswith("model.") and name not in weights)
     if absent or unknown:
@@ -330,20 +322,6 @@ def _fitting_model_tensors(folder: Path, model: nn.Module) -> dict[str, torch.Te
             f"checkpoint {str(folder)!r} does not fit this model: it lacks {absent[:3]!r}, has unknown {unknown[:3]!r}"
         )
     return weights
-
-
-def _restore_random(loaded: Mapping[str, torch.Tensor]) -> None:
-    prefix = f"rng.{ranks.rank()}."
-    # A rank that did not exist at the time of the save keeps the generators its seed gave it.
-    if prefix + "torch" not in loaded:
-        return
-    version, keys, gauss = _tensor_json(loaded[prefix + "python"])
-    random.setstate((version, tuple(keys), gauss))
-    kind, keys, position, has_gauss, cached = _tensor_json(loaded[prefix + "numpy"])
-    np.random.set_state((kind, np.asarray(keys, dtype=np.uint32), position, has_gauss, cached))
-    torch.set_rng_state(loaded[prefix + "torch"])
-    if torch.cuda.is_available() and prefix + "cuda" in loaded:
-        torch.cuda.set_rng_state(loaded[prefix + "cuda"])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -366,14 +344,6 @@ def _pointed_at(root: Path) -> str | None:
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=1, sort_keys=True) + "\n")
     _fsync(path)
-
-
-def _json_tensor(value: Any) -> torch.Tensor:
-    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-
-
-def _tensor_json(tensor: torch.Tensor) -> Any:
-    return json.loads(bytes(tensor.numpy()))
 
 
 def _sha256(path: Path) -> str:

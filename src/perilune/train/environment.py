@@ -37,7 +37,9 @@ def _commit() -> str:
     """Of the checkout this file lies in; empty for an installed package or without git."""
     command = ["git", "rev-parse", "--short", "HEAD"]
     try:
-        answer = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10, check=False)
+        answer = subprocess.run(
+            command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return answer.stdout.strip() if answer.returncode == 0 else ""

@@ -26,7 +26,7 @@ def bits_per_byte(nats: float, num_bytes: float) -> float:
 def validate(
     model: Decoder, valid: ValidationSet, *, rows: int, micro_batch_rows: int, device: torch.device
 ) -> dict[str, float]:
-    """Loss a token and bits per byte over the first `rows` rows (or all, when there are fewer) of the validation set."""
+    """Loss per token and bits per byte over the first `rows` rows of the validation set (or all it has)."""
     world = ranks.world_size()
     # Rows past the end are all padding, so every rank can take the same number of them.
     padded_rows = -(-min(rows, valid.num_rows) // world) * world

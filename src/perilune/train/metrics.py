@@ -118,7 +118,13 @@ class TrackerSink:
 
 
 def open_sinks(
-    folder: Path, *, tensorboard: bool, tracker: Literal["wandb", "trackio"] | None, name: str, config: Record, step: int
+    folder: Path,
+    *,
+    tensorboard: bool,
+    tracker: Literal["wandb", "trackio"] | None,
+    name: str,
+    config: Record,
+    step: int,
 ) -> list[Sink]:
     sinks: list[Sink] = []
     if tensorboard:

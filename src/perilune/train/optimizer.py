@@ -113,9 +113,12 @@ def build_optimization(model: nn.Module, config: OptimizerConfig) -> Optimizatio
 def _adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
     """AdamW over everything; matrices decay, and of the rest what MuonClip would let decay."""
     plan = plan_parameters(model)
-    decays = [not isinstance(entry.layout, Adam) or entry.layout.weight_decay for entry in plan]
+    decaying = [not isinstance(entry.layout, Adam) or entry.layout.weight_decay for entry in plan]
     groups = [
-        {"params": [entry.parameter for entry, d in zip(plan, decays, strict=True) if d], "weight_decay": config.weight_decay},
-        {"params": [entry.parameter for entry, d in zip(plan, decays, strict=True) if not d], "weight_decay": 0.0},
+        {
+            "params": [entry.parameter for entry, decays in zip(plan, decaying, strict=True) if decays is wanted],
+            "weight_decay": config.weight_decay if wanted else 0.0,
+        }
+        for wanted in (True, False)
     ]
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.adam_betas, eps=1e-8)

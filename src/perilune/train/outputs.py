@@ -22,9 +22,7 @@ class Outputs:
         self._name = config.name
         self._sinks: list[Sink] = []
         self.metrics: JsonLines | None = None
-        self.progress = TrainingProgress(
-            total_steps=config.trainer.steps, done=step, quiet=quiet or ranks.rank() != 0
-        )
+        self.progress = TrainingProgress(total_steps=config.trainer.steps, done=step, quiet=quiet or ranks.rank() != 0)
         if ranks.rank() == 0:
             self.metrics = JsonLines(folder / METRICS)
             self.metrics.cut_to(metrics_bytes)

@@ -12,7 +12,6 @@ from rich.progress import (
     TaskID,
     TaskProgressColumn,
     TextColumn,
-    TimeElapsedColumn,
     TimeRemainingColumn,
 )
 
@@ -20,7 +19,7 @@ from perilune.train.metrics import Record
 
 
 class TrainingProgress:
-    """On a terminal a live bar; otherwise one plain line per logged step. Silent on ranks other than 0 and when quiet."""
+    """On a terminal a live bar; otherwise one plain line per logged step. Silent when quiet."""
 
     def __init__(self, *, total_steps: int, done: int, quiet: bool = False, console: Console | None = None) -> None:
         # Standard error, so that `--json` on standard output stays machine-readable.
@@ -29,13 +28,11 @@ class TrainingProgress:
         self._bar: Progress | None = None
         if self.console.is_terminal and not quiet:
             self._bar = Progress(
-                TextColumn("training"),
-                BarColumn(),
+                BarColumn(bar_width=12),  # with the numbers it fits a terminal of 80 columns
                 MofNCompleteColumn(),
                 TextColumn("{task.fields[numbers]}"),
-                TimeElapsedColumn(),
-                TextColumn("left"),
                 TimeRemainingColumn(),
+                TextColumn("left"),
                 console=self.console,
             )
             self._task = self._bar.add_task("training", total=total_steps, completed=done, numbers="")
@@ -56,10 +53,10 @@ class TrainingProgress:
             self._bar.update(self._task, completed=step)
 
     def record(self, record: Record) -> None:
-        line = line_of(record)
         if record["kind"] == "train" and self._bar is not None:
-            self._bar.update(self._task, completed=record["step"], numbers=line)
-        elif line:
+            numbers = line_of(record, bits_per_byte=False)
+            self._bar.update(self._task, completed=record["step"], numbers=numbers)
+        elif line := line_of(record):
             self.say(f"step {record['step']}/{self.total_steps}  {line}")
 
     def say(self, text: str) -> None:
@@ -96,7 +93,7 @@ class DataProgress:
         self._bar.update(self._stages[stage], completed=done, total=total)
 
 
-def line_of(record: Record) -> str:
+def line_of(record: Record, *, bits_per_byte: bool = True) -> str:
     """`loss 3.127  2.05 bits/byte  max logit 31.4  12,345 tok/s`"""
     if record["kind"] == "sample":
         return f"{record['prompt']!r} -> {record['text']!r}"
@@ -105,7 +102,7 @@ def line_of(record: Record) -> str:
         parts.append("not finite, skipped")
     if _number(record.get("loss")):
         parts.append(f"{'valid ' if record['kind'] == 'valid' else ''}loss {record['loss']:.3f}")
-    if _number(record.get("bits_per_byte")):
+    if bits_per_byte and _number(record.get("bits_per_byte")):
         parts.append(f"{record['bits_per_byte']:.3f} bits/byte")
     logits = [value for value in record.get("max_logit") or [] if _number(value)]
     if logits:

@@ -28,7 +28,10 @@ def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
     return values
 
 
-def max_over_ranks(values: torch.Tensor) -> torch.Tensor:
-    if distributed():
-        dist.all_reduce(values, op=dist.ReduceOp.MAX)
-    return values
+def largest_over_ranks(value: int, device: torch.device) -> int:
+    """The same answer on every rank, so that all of them stop (or not) after the same step."""
+    if not distributed():
+        return value
+    shared = torch.tensor(value, device=device)
+    dist.all_reduce(shared, op=dist.ReduceOp.MAX)
+    return int(shared)

@@ -51,7 +51,9 @@ class TrainerConfig:
             if getattr(self, name) < 0:
                 raise ValueError(f"trainer.{name} is {getattr(self, name)!r}, expected 0 or more")
         if self.grad_clip is not None and not self.grad_clip > 0:
-            raise ValueError(f"trainer.grad_clip is {self.grad_clip!r}, expected a positive norm, or None for no clipping")
+            raise ValueError(
+                f"trainer.grad_clip is {self.grad_clip!r}, expected a positive norm, or None for no clipping"
+            )
         if self.precision not in ("float32", "bf16"):
             raise ValueError(f'trainer.precision is {self.precision!r}, expected "float32" or "bf16"')
 
@@ -71,6 +73,6 @@ class RunConfig:
             raise ValueError(f"name is {self.name!r}, expected a folder name without slashes or a leading dot")
         if self.model.vocab_size < self.data.vocab_size:
             raise ValueError(
-                f"model.vocab_size is {self.model.vocab_size!r}, smaller than data.vocab_size={self.data.vocab_size!r}: "
-                "make them equal"
+                f"model.vocab_size is {self.model.vocab_size!r}, smaller than "
+                f"data.vocab_size={self.data.vocab_size!r}: make them equal"
             )

@@ -52,13 +52,19 @@ def check_free(folder: Path, config: RunConfig, *, resume: bool, overwrite: bool
 
 def create(folder: Path, config: RunConfig, tokenizer: Tokenizer, *, device: torch.device, fresh: bool) -> None:
     """Make the folder ready to write to; `fresh` removes the run that was there. config.json comes last: it claims."""
-    if fresh and folder.exists():
-        _remove_run(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    checkpoint.clean_leftovers(folder / CHECKPOINTS)
-    tokenizer.save(folder / TOKENIZER)
-    _write_json(folder / ENVIRONMENT, describe_environment(device))
-    _write_json(folder / CONFIG, to_plain(config))
+    try:
+        if fresh and folder.exists():
+            _remove_run(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        checkpoint.clean_leftovers(folder / CHECKPOINTS)
+        tokenizer.save(folder / TOKENIZER)
+        _write_json(folder / ENVIRONMENT, describe_environment(device))
+        _write_json(folder / CONFIG, to_plain(config))
+    except OSError as error:
+        raise RunError(
+            f"cannot write to the run folder {str(folder)!r}: {error.strerror or error}; free some space or choose "
+            "another folder"
+        ) from error
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
@@ -68,7 +74,7 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def _remove_run(folder: Path) -> None:
-    """Only what a run writes: a wrong path must not cost anybody's work. The config goes first, so no half run is left."""
+    """Only what a run writes: a wrong path must not cost anybody's work. The config, which claims, goes first."""
     for name in OWN_FILES:
         path = folder / name
         if path.is_dir():
@@ -121,8 +127,8 @@ def load_run(folder: str | Path, *, device: str | torch.device = "cpu") -> tuple
     tokenizer = Tokenizer.load(folder / TOKENIZER)
     if tokenizer.fingerprint != found.state["tokenizer_fingerprint"]:
         raise RunError(
-            f"{str(folder / TOKENIZER)!r} has fingerprint {tokenizer.fingerprint[:12]!r}, but the checkpoint was trained "
-            f"with {found.state['tokenizer_fingerprint'][:12]!r}: put the tokenizer of the run back"
+            f"{str(folder / TOKENIZER)!r} has fingerprint {tokenizer.fingerprint[:12]!r}, but the checkpoint was "
+            f"trained with {found.state['tokenizer_fingerprint'][:12]!r}: put the tokenizer of the run back"
         )
     changed = list(differences(found.state["config"]["model"], to_plain(config)["model"], "model"))
     if changed:

@@ -12,18 +12,16 @@ the process at any instant and resuming gives the same bits.
 """
 
 import math
-import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from perilune.model import Decoder, SamplingConfig
 from perilune.model.linear import RMSNorm, SwiGLU
-from perilune.train import checkpoint, ranks, run_folder
+from perilune.train import checkpoint, random_state, ranks, run_folder
 from perilune.train.batches import MicroBatch, RunData, micro_batches, open_data
 from perilune.train.checkpoint import OnPhase
 from perilune.train.config_file import to_plain
@@ -146,11 +144,12 @@ def train(
                 write_validation(run)
             if last:
                 write_samples(run)
-            if due(at.step, settings.checkpoint_every) or last or stop.signal_number is not None:
+            stopped_by = ranks.largest_over_ranks(stop.signal_number or 0, run.device)
+            if due(at.step, settings.checkpoint_every) or last or stopped_by:
                 save(run)
-            if stop.signal_number is not None and not last:
+            if stopped_by and not last:
                 outputs.say(f"saved at step {at.step}; continue with `perilune train {config.name} --resume`")
-                raise Interrupted(stop.signal_number)
+                raise Interrupted(stopped_by)
 
         return finish(run)
 
@@ -233,7 +232,7 @@ def save(run: Run) -> None:
             **checkpoint.model_tensors(model),
             **checkpoint.optimizer_tensors(model, optimization.optimizer),
             **optimization.clip_tensors(),
-            **checkpoint.random_tensors(),
+            **random_state.tensors(),
         },
         state={
             **asdict(run.position),
@@ -254,7 +253,7 @@ def finish(run: Run) -> dict[str, Any]:
         return {}
     records = run.outputs.metrics.read()
     last = {kind: next((r for r in reversed(records) if r["kind"] == kind), {}) for kind in ("train", "valid")}
-    summary = {
+    summary: dict[str, Any] = {
         "run": str(run.folder),
         "steps": run.position.step,
         "tokens": run.position.tokens,
@@ -291,14 +290,12 @@ def stopped_message(run: Run) -> str:
 # Before the first step
 
 
-def prepare(
-    config: RunConfig, folder: Path, *, resume: bool, overwrite: bool, quiet: bool, on_phase: OnPhase
-) -> Run:
+def prepare(config: RunConfig, folder: Path, *, resume: bool, overwrite: bool, quiet: bool, on_phase: OnPhase) -> Run:
     """Build every part of the run, and bring it to where its checkpoint left it."""
     check_batch_divides(config)
     run_folder.check_free(folder, config, resume=resume, overwrite=overwrite)
     device = pick_device(config.trainer.device)
-    seed_everything(config.seed)
+    random_state.seed_everything(config.seed)
     with DataProgress(quiet=quiet or ranks.rank() != 0) as progress:
         data = open_data(config.data, seed=config.seed, progress=progress)
     model = run_folder.build_model(config, device)
@@ -353,13 +350,6 @@ def pick_device(name: str) -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def seed_everything(seed: int) -> None:
-    """Every global generator; nothing of the loop draws from them, but a model or a sink may."""
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.manual_seed(seed)
-
-
 def compile_dense_parts(model: Decoder) -> None:
     """The MLPs and the norms before them, in place, so that names in the checkpoint stay.
 
@@ -367,5 +357,6 @@ def compile_dense_parts(model: Decoder) -> None:
     on the host; traced with the rest, they are compiled anew for every batch.
     """
     for module in model.modules():
-        if isinstance(module, SwiGLU) or (isinstance(module, RMSNorm) and len(module.weight) == model.config.hidden_size):
+        wide = isinstance(module, RMSNorm) and len(module.weight) == model.config.hidden_size
+        if wide or isinstance(module, SwiGLU):
             module.compile()

@@ -16,6 +16,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 BLOCK = 128
 MIN_WIDTH = 16  # below it the tensor cores' matmul has no shape
+MAX_FLOAT32_WIDTH = 128  # above it the tiles of the backward pass do not fit into shared memory (H200, torch 2.11)
 
 
 def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
@@ -30,6 +31,8 @@ def why_not(q: Tensor, k: Tensor, v: Tensor) -> str | None:
         return f"it takes as many queries as keys, at least one, got {q.shape[1]} and {k.shape[1]}"
     if min(q.shape[3], v.shape[3]) < MIN_WIDTH:
         return f"heads must be at least {MIN_WIDTH} wide, got {q.shape[3]} and {v.shape[3]}"
+    if q.dtype == torch.float32 and max(q.shape[3], v.shape[3]) > MAX_FLOAT32_WIDTH:
+        return f"float32 heads may be at most {MAX_FLOAT32_WIDTH} wide, got {q.shape[3]} and {v.shape[3]}"
     return None
 
 

@@ -93,7 +93,9 @@ def kda_step(
     The state is not written in place.
     """
     if q.dim() != 3:
-        raise ValueError(f"q has shape {tuple(q.shape)!r}, expected [B, H, K]: kda_step takes one token without a T dim.")
+        raise ValueError(
+            f"q has shape {tuple(q.shape)!r}, expected [B, H, K]: kda_step takes one token without a T dim."
+        )
     _check_sequence_shapes(*(x.unsqueeze(1) for x in (q, k, v, g, beta)))
     batch, num_heads, key_dim = q.shape
     _check_gate(gate, num_heads, key_dim)
@@ -162,7 +164,9 @@ def _check_state(state: Tensor | None, shape: tuple[int, ...], name: str) -> Non
 
 def _document_borders(cu_seqlens: Tensor, batch: int, num_tokens: int) -> list[int]:
     if batch != 1:
-        raise ValueError(f"cu_seqlens needs one packed row, but q has batch size {batch!r}; reshape the rows to [1, B * T].")
+        raise ValueError(
+            f"cu_seqlens needs one packed row, but q has batch size {batch!r}; reshape the rows to [1, B * T]."
+        )
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 or cu_seqlens.is_floating_point():
         raise ValueError(
             f"cu_seqlens has shape {tuple(cu_seqlens.shape)!r} and dtype {cu_seqlens.dtype!r}, expected integers [N + 1]."

@@ -164,7 +164,16 @@ class _ChunkedKDA(torch.autograd.Function):
             signals = writes.new_empty(writes.shape[0], 2, *writes.shape[1:])  # -A^T dD and do
             _load_output_gradient(signals[:, 1], d_output, segment, problem)
             d_key, d_state_decay = _reverse_scan(
-                segment, d_carry, rows * rise.unsqueeze(1), key * fall, state_decay, inverse, reads, states, writes, signals
+                segment,
+                d_carry,
+                rows * rise.unsqueeze(1),
+                key * fall,
+                state_decay,
+                inverse,
+                reads,
+                states,
+                writes,
+                signals,
             )
 
             d_products = torch.bmm(signals.flatten(1, 2), writes.mT).unflatten(1, (2, -1))
@@ -195,7 +204,13 @@ def _active(step: Step, segment: Segment, num_heads: int) -> slice:
 
 
 def _scan(
-    segment: Segment, carry: Tensor, write_rows: Tensor, key_to_end: Tensor, state_decay: Tensor, inverse: Tensor, target: Tensor
+    segment: Segment,
+    carry: Tensor,
+    write_rows: Tensor,
+    key_to_end: Tensor,
+    state_decay: Tensor,
+    inverse: Tensor,
+    target: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Carry the states through a segment: returns S [Z, K, V] at every chunk's start and what every chunk writes, D."""
     num_heads = carry.shape[1]

@@ -52,7 +52,9 @@ class BoundedGate:
 
     def __post_init__(self) -> None:
         if not self.lower_bound < 0:
-            raise ValueError(f"lower_bound={self.lower_bound!r} must be negative: it is the smallest log decay per token.")
+            raise ValueError(
+                f"lower_bound={self.lower_bound!r} must be negative: it is the smallest log decay per token."
+            )
 
     def log_decay(self, x: Tensor) -> Tensor:
         """x [..., H, K] -> g of the same shape."""
@@ -66,9 +68,7 @@ class BoundedGate:
             shifted.mul_(log_rate.exp())
         return shifted.sigmoid_().mul_(self.lower_bound)
 
-    def backward(
-        self, x: Tensor, log_rate: Tensor | None, bias: Tensor, dg: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
+    def backward(self, x: Tensor, log_rate: Tensor | None, bias: Tensor, dg: Tensor) -> tuple[Tensor, Tensor | None]:
         """Gradients of x and, not yet summed over tokens, of log_rate."""
         scaled = x + bias
         if log_rate is not None:

@@ -37,7 +37,9 @@ class Segment:
     steps: tuple[Step, ...]
     batch_slice: slice  # dense layouts: the rows and tokens of this segment
     token_slice: slice
-    padding: Tensor | None  # gathered layouts: bool [num_chunks, 1, C, 1], true where a row is padding; None without any
+    padding: (
+        Tensor | None
+    )  # gathered layouts: bool [num_chunks, 1, C, 1], true where a row is padding; None without any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,9 +96,8 @@ def dense_layout(batch: int, num_tokens: int, chunk_size: int, chunks_per_segmen
 
 
 @lru_cache(maxsize=32)
-def packed_layout(
-    borders: tuple[int, ...], chunk_size: int, chunks_per_segment: int, device: torch.device
-) -> Layout:
+@torch.inference_mode(False)  # a cached inference tensor could never be used in training
+def packed_layout(borders: tuple[int, ...], chunk_size: int, chunks_per_segment: int, device: torch.device) -> Layout:
     """Sequences of any lengths, cut from one row of tokens at `borders`: segments are gathered by row."""
     lengths = [stop - start for start, stop in zip(borders[:-1], borders[1:], strict=True)]
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])

@@ -108,7 +108,12 @@ def key_gradient(d_key: Tensor, operands: Operands) -> Tensor:
 
 
 def gate_gradient(
-    d_log_decay: Tensor, g: Tensor, parameters: GateParameters, totals: GateParameters, segment: Segment, problem: Problem
+    d_log_decay: Tensor,
+    g: Tensor,
+    parameters: GateParameters,
+    totals: GateParameters,
+    segment: Segment,
+    problem: Problem,
 ) -> Tensor:
     """Gradient of the raw gate input of a segment; adds the segment's share to `totals`, the parameters' gradients."""
     if problem.gate is None or parameters.bias is None or totals.bias is None:

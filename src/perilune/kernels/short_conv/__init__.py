@@ -56,7 +56,9 @@ def short_conv(
         borders = _document_borders(cu_seqlens, batch, num_tokens)
     _check_state(initial_state, (len(borders) - 1, num_channels, weight.shape[1] - 1), "initial_state")
     if backend is not None and backend not in BACKENDS:
-        raise ValueError(f"backend={backend!r} is not a path of short_conv; expected None or one of {sorted(BACKENDS)!r}.")
+        raise ValueError(
+            f"backend={backend!r} is not a path of short_conv; expected None or one of {sorted(BACKENDS)!r}."
+        )
     run = BACKENDS["shifted" if backend is None else backend]
     y, state = run(
         x, weight,
@@ -89,7 +91,9 @@ def _compute_dtype(*tensors: Tensor | None) -> torch.dtype:
 
 def _check_weight(weight: Tensor, num_channels: int, activation: str | None) -> None:
     if weight.dim() != 2 or weight.shape[0] != num_channels or weight.shape[1] < 1:
-        raise ValueError(f"weight has shape {tuple(weight.shape)!r}, expected [C, W] with C={num_channels!r} and W >= 1.")
+        raise ValueError(
+            f"weight has shape {tuple(weight.shape)!r}, expected [C, W] with C={num_channels!r} and W >= 1."
+        )
     if activation not in ("silu", None):
         raise ValueError(f"activation={activation!r} is unknown; expected 'silu' or None.")
 
@@ -101,7 +105,9 @@ def _check_state(state: Tensor | None, shape: tuple[int, ...], name: str) -> Non
 
 def _document_borders(cu_seqlens: Tensor, batch: int, num_tokens: int) -> list[int]:
     if batch != 1:
-        raise ValueError(f"cu_seqlens needs one packed row, but x has batch size {batch!r}; reshape the rows to [1, B * T, C].")
+        raise ValueError(
+            f"cu_seqlens needs one packed row, but x has batch size {batch!r}; reshape the rows to [1, B * T, C]."
+        )
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 or cu_seqlens.is_floating_point():
         raise ValueError(
             f"cu_seqlens has shape {tuple(cu_seqlens.shape)!r} and dtype {cu_seqlens.dtype!r}, expected integers [N + 1]."

@@ -23,7 +23,9 @@ def reference_short_conv(x_BTC: Tensor, weight_CW: Tensor, *, initial_state_NCW:
     weight = weight_CW.to(dtype).unsqueeze(1)
     outputs, states = [], []
     for n, (start, stop) in enumerate(zip(borders[:-1], borders[1:], strict=True)):
-        before = x_CT.new_zeros(num_channels, width - 1) if initial_state_NCW is None else initial_state_NCW[n].to(dtype)
+        before = (
+            x_CT.new_zeros(num_channels, width - 1) if initial_state_NCW is None else initial_state_NCW[n].to(dtype)
+        )
         context = torch.cat((before, x_CT[:, start:stop]), dim=1)
         if stop > start:
             outputs.append(F.conv1d(context.unsqueeze(0), weight, groups=num_channels).squeeze(0))

@@ -37,6 +37,7 @@ class _Borders:
 
 
 @lru_cache(maxsize=32)
+@torch.inference_mode(False)  # a cached inference tensor could never be used in training
 def _find_borders(borders: tuple[int, ...], width: int, device: torch.device) -> _Borders:
     begin, end = torch.tensor(borders[:-1]).view(-1, 1), torch.tensor(borders[1:]).view(-1, 1)
     document = torch.arange(len(begin)).view(-1, 1)
@@ -47,7 +48,11 @@ def _find_borders(borders: tuple[int, ...], width: int, device: torch.device) ->
     def locate(tap: Tensor, start: Tensor, owner: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         outside = tap < start
         in_state = owner * (width - 1) + (tap - start + width - 1)
-        return torch.where(outside, 0, tap).to(device), outside.unsqueeze(-1).to(device), (in_state * outside).to(device)
+        return (
+            torch.where(outside, 0, tap).to(device),
+            outside.unsqueeze(-1).to(device),
+            (in_state * outside).to(device),
+        )
 
     window_rows, outside, window_states = locate(rows - torch.arange(width - 1, -1, -1), row_begin, row_document)
     state_rows, state_outside, state_states = locate(end - torch.arange(width - 1, 0, -1), begin, document)
