@@ -1,7 +1,6 @@
 """The chunked path of KDA against the token recurrence, and what the operator promises about documents and states."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
 import pytest
@@ -36,8 +35,8 @@ class Inputs:
 
 
 def random_inputs(
-    batch: int, tokens: int, heads: int, key_dim: int, value_dim: int, *, sequences: int | None = None, gates: str = "mixed",
-    seed: int = 0, dtype: torch.dtype = torch.float64,
+    batch: int, tokens: int, heads: int, key_dim: int, value_dim: int, *, sequences: int | None = None,
+    gates: str = "mixed", seed: int = 0, dtype: torch.dtype = torch.float64,
 ) -> Inputs:  # fmt: skip
     """beta covers [0, 2] with both ends; "mixed" gates span 0 to -1000 with weak ones right after strong ones."""
     generator = torch.Generator().manual_seed(seed)
@@ -69,17 +68,17 @@ def run(inputs: Inputs, backend: str | None, *, borders: list[int] | None = None
     """Output, final state and the gradients of every input, for a fixed random linear loss."""
     cu_seqlens = None if borders is None else torch.tensor(borders)
     output, state = kda(
-        inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, initial_state=inputs.initial_state, output_final_state=True,
-        cu_seqlens=cu_seqlens, gate=gate, qk_l2norm=True, backend=backend,
+        inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta, initial_state=inputs.initial_state,
+        output_final_state=True, cu_seqlens=cu_seqlens, gate=gate, qk_l2norm=True, backend=backend,
     )  # fmt: skip
     generator = torch.Generator().manual_seed(99)
-    d_output = torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output.dtype)
     d_state = torch.randn(state.shape, generator=generator, dtype=torch.float64).to(state.dtype)
+    d_output = torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output.dtype)
     loss = (output * d_output)[:, loss_tokens].sum()
     if use_final_state:
         loss = loss + (state * d_state).sum()
     names = list(inputs.tensors())
-    gradients = torch.autograd.grad(loss, [inputs.tensors()[name] for name in names])
+    gradients = torch.autograd.grad(loss, [inputs.tensors()[name] for name in names], materialize_grads=True)
     return {"output": output.detach(), "state": state.detach()} | {
         f"d_{name}": x for name, x in zip(names, gradients, strict=True)
     }
@@ -111,12 +110,12 @@ def compare_with_reference(inputs: Inputs, *, borders: list[int] | None = None, 
 
 
 @pytest.fixture(params=[(16, 1), (64, 1 << 12), (8, 1 << 30)], ids=["C16-small", "C64-medium", "C8-whole"])
-def chunking(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+def chunking(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Chunk size and segment size forced, so that short sequences reach several chunks, segments and groups."""
     chunk_size, segment_bytes = request.param
     monkeypatch.setattr(chunked, "CPU_CHUNK_SIZES", (chunk_size,))
     monkeypatch.setattr(chunked, "CPU_SEGMENT_BYTES", segment_bytes)
-    yield chunk_size
+    return chunk_size
 
 
 @pytest.mark.parametrize("gates", ["mixed", "weak", "none", "strongest"])
@@ -146,7 +145,8 @@ def test_gate_gradients_equal_reference(gate_type: str, borders: list[int] | Non
 
 @settings(max_examples=30)
 @given(
-    shape=st.tuples(st.integers(1, 3), st.integers(1, 45), st.integers(1, 3), st.integers(1, 9), st.integers(1, 9)),
+    # A key of one channel is +-1 after the norm: its gradient is 1e-6 of its terms, too little left to compare.
+    shape=st.tuples(st.integers(1, 3), st.integers(1, 45), st.integers(1, 3), st.integers(2, 9), st.integers(1, 9)),
     gates=st.sampled_from(["mixed", "weak", "none", "strongest"]),
     seed=st.integers(0, 1000),
 )
@@ -379,13 +379,14 @@ def test_chunked_runs_on_cuda_like_on_cpu() -> None:
     borders = [0, 70, 70, 200, 300]
     expected = run(inputs.with_grad(), "reference", borders=borders)
     on_device = Inputs(**{name: x.cuda() for name, x in inputs.tensors().items()}).with_grad()
-    output, state = kda(on_device.q, on_device.k, on_device.v, on_device.g, on_device.beta, output_final_state=True,
-                        initial_state=on_device.initial_state, cu_seqlens=torch.tensor(borders).cuda(), qk_l2norm=True)  # fmt: skip
+    arguments = (on_device.q, on_device.k, on_device.v, on_device.g, on_device.beta)
+    output, state = kda(*arguments, initial_state=on_device.initial_state, output_final_state=True,
+                        cu_seqlens=torch.tensor(borders).cuda(), qk_l2norm=True)  # fmt: skip
     assert relative_error(output.cpu(), expected["output"]) <= EXACT
     assert relative_error(state.cpu(), expected["state"]) <= EXACT
     generator = torch.Generator().manual_seed(99)
-    d_output = torch.randn(output.shape, generator=generator, dtype=torch.float64).cuda()
     d_state = torch.randn(state.shape, generator=generator, dtype=torch.float64).cuda()
+    d_output = torch.randn(output.shape, generator=generator, dtype=torch.float64).cuda()
     gradients = torch.autograd.grad(
         (output * d_output).sum() + (state * d_state).sum(), list(on_device.tensors().values())
     )

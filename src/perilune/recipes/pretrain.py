@@ -33,26 +33,27 @@ def nano() -> RunConfig:
     return RunConfig(
         name="nano",
         model=ModelConfig(
-            vocab_size=4096,
-            hidden_size=192,
-            num_hidden_layers=8,
-            kda=KDAConfig(num_heads=3, head_dim=64),
+            vocab_size=2048,
+            hidden_size=128,
+            num_hidden_layers=4,
+            kda=KDAConfig(num_heads=4, head_dim=32),
             mla=MLAConfig(
-                num_attention_heads=3, kv_lora_rank=96, qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64
+                num_attention_heads=4, kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32
             ),
-            intermediate_size=512,
+            intermediate_size=352,
             residual="block_attnres",
             block_sublayers=4,
         ),
-        data=DataConfig(corpus=CorpusConfig(source="stdlib"), vocab_size=4096, seq_len=512),
-        optimizer=OptimizerConfig(lr=4e-3),
-        schedule=ScheduleConfig(warmup_steps=10),
+        data=DataConfig(corpus=CorpusConfig(source="stdlib"), vocab_size=2048, seq_len=256),
+        optimizer=OptimizerConfig(lr=5e-3),
+        schedule=ScheduleConfig(warmup_steps=10, decay_fraction=0.4),
         trainer=TrainerConfig(
-            steps=300,
+            steps=700,
             global_batch_rows=8,
             micro_batch_rows=8,
-            eval_every=50,
-            checkpoint_every=100,
+            eval_every=100,
+            eval_rows=128,
+            checkpoint_every=200,
             sample_prompts=("import os\n\n\ndef ", "class Queue:\n    def __init__(self"),
             sample_tokens=120,
         ),
@@ -62,13 +63,13 @@ def nano() -> RunConfig:
 def nano_adamw() -> RunConfig:
     """`nano` with AdamW in place of MuonClip, at a learning rate of its own: the baseline to compare with."""
     run = nano()
-    return replace(run, name="nano_adamw", optimizer=OptimizerConfig(kind="adamw", lr=4e-3))
+    return replace(run, name="nano_adamw", optimizer=OptimizerConfig(kind="adamw", lr=3e-3))
 
 
 def nano_moe() -> RunConfig:
     """`nano` with experts in every layer but the first."""
     run = nano()
-    moe = MoEConfig(num_experts=8, num_experts_per_token=2, moe_intermediate_size=192, routed_scaling_factor=2.446)
+    moe = MoEConfig(num_experts=8, num_experts_per_token=2, moe_intermediate_size=128, routed_scaling_factor=2.446)
     return replace(run, name="nano_moe", model=replace(run.model, moe=moe))
 
 
@@ -92,7 +93,7 @@ def small() -> RunConfig:
         ),
         data=replace(run.data, vocab_size=16384, seq_len=1024),
         optimizer=OptimizerConfig(lr=2e-3),
-        schedule=ScheduleConfig(warmup_steps=100),
+        schedule=ScheduleConfig(warmup_steps=100, decay_fraction=0.2),
         trainer=replace(
             run.trainer, steps=2000, global_batch_rows=128, micro_batch_rows=32, precision="bf16", eval_every=200,
             eval_rows=256, checkpoint_every=500, log_every=10,

@@ -153,7 +153,8 @@ def _check_gate(gate: Gate | None, num_heads: int, key_dim: int) -> None:
         raise ValueError(f"gate.A_log has shape {tuple(gate.A_log.shape)!r}, expected [H] = ({num_heads},).")
     if tuple(gate.dt_bias.shape) not in ((num_heads, key_dim), (num_heads * key_dim,)):
         raise ValueError(
-            f"gate.dt_bias has shape {tuple(gate.dt_bias.shape)!r}, expected [H, K] = ({num_heads}, {key_dim}) or [H * K]."
+            f"gate.dt_bias has shape {tuple(gate.dt_bias.shape)!r}, "
+            f"expected [H, K] = ({num_heads}, {key_dim}) or [H * K] = ({num_heads * key_dim},)."
         )
 
 
@@ -169,7 +170,8 @@ def _document_borders(cu_seqlens: Tensor, batch: int, num_tokens: int) -> list[i
         )
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 or cu_seqlens.is_floating_point():
         raise ValueError(
-            f"cu_seqlens has shape {tuple(cu_seqlens.shape)!r} and dtype {cu_seqlens.dtype!r}, expected integers [N + 1]."
+            f"cu_seqlens has shape {tuple(cu_seqlens.shape)!r} and dtype {cu_seqlens.dtype!r}, "
+            "expected integers [N + 1]."
         )
     borders = cu_seqlens.tolist()
     if borders[0] != 0 or borders[-1] != num_tokens:

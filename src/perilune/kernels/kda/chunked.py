@@ -32,11 +32,19 @@ from perilune.kernels.kda import decay_tree
 from perilune.kernels.kda.gates import Gate
 from perilune.kernels.kda.layout import Layout, Segment, Step, dense_layout, packed_layout
 from perilune.kernels.kda.operands import (
-    GateParameters, Problem, Target, compact, gate_gradient, gather, key_gradient, load, query_gradient,
-)  # fmt: skip
+    GateParameters,
+    Problem,
+    Target,
+    compact,
+    gate_gradient,
+    gather,
+    key_gradient,
+    load,
+    query_gradient,
+)
 
-# On CPU a segment's tensors should fit the caches. Elsewhere launches cost more than memory traffic: large segments, and
-# large chunks because the scan is serial.
+# On CPU a segment's tensors should fit the caches. Elsewhere launches cost more than memory traffic: large segments,
+# and large chunks because the scan is serial.
 CPU_CHUNK_SIZES, CPU_SEGMENT_BYTES = (4, 8, 16, 32, 64), 1 << 19
 ACCELERATOR_CHUNK_SIZES, ACCELERATOR_SEGMENT_BYTES = (16, 64), 1 << 28
 
@@ -146,6 +154,11 @@ class _ChunkedKDA(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_output: Tensor, d_final: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.autocast(d_output.device.type, enabled=False):
+            return _ChunkedKDA.gradients(ctx, d_output, d_final)
+
+    @staticmethod
+    def gradients(ctx: Any, d_output: Tensor, d_final: Tensor) -> tuple[Tensor | None, ...]:
         problem: Problem = ctx.problem
         layout = problem.layout
         q, k, v, g, beta, A_log, dt_bias, *saved = ctx.saved_tensors

@@ -31,7 +31,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-
 # Below this many multiplications per matrix torch.bmm on CPU takes an unvectorised loop.
 SMALLEST_BMM = 400
 
@@ -49,7 +48,8 @@ class Level(NamedTuple):
 def _halves(x: Tensor, half: int) -> tuple[Tensor, Tensor]:
     """[..., C, K] -> earlier and later halves [..., n, b, K] of every block, as views."""
     *outer, chunk_size, width = x.shape
-    return x.view(*outer, chunk_size // (2 * half), 2, half, width).unbind(-3)
+    early, late = x.view(*outer, chunk_size // (2 * half), 2, half, width).unbind(-3)
+    return early, late
 
 
 def _diagonal_blocks(x: Tensor, half: int, row_half: int, column_half: int) -> Tensor:
@@ -147,7 +147,7 @@ def descend(
 
 
 def _corner_backward(d_corner: Tensor, rows: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """corner = rows keys^T: from d_corner [Z, n, R, b, b] the gradients of rows [Z, n, R, b, K] and keys [Z, n, b, K]."""
+    """corner = rows keys^T: d_corner [Z, n, R, b, b] -> gradients of rows [Z, n, R, b, K] and keys [Z, n, b, K]."""
     half, width = keys.shape[-2:]
     if rows.shape[2] * half * half * width >= SMALLEST_BMM and half > 1:
         d_corner = d_corner.flatten(0, 1).flatten(1, 2)

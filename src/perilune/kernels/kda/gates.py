@@ -27,6 +27,7 @@ class SoftplusGate:
     def log_decay(self, x: Tensor) -> Tensor:
         """x [..., H, K] -> g of the same shape."""
         x, log_rate, bias = _aligned(x, self.A_log, self.dt_bias)
+        assert log_rate is not None
         return -log_rate.exp() * F.softplus(x + bias)
 
     def forward(self, x: Tensor, log_rate: Tensor | None, bias: Tensor) -> Tensor:

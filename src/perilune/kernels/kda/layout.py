@@ -22,7 +22,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One chunk position of one group: `num_active` chunks from `first_chunk` on, for sequences from `first_sequence` on."""
+    """One chunk position of one group: `num_active` chunks from `first_chunk`, of sequences from `first_sequence`."""
 
     first_chunk: int
     first_sequence: int

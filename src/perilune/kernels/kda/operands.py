@@ -1,8 +1,8 @@
 """From the caller's tensors to the operands of one segment of chunks, and their gradients back.
 
-Loading applies everything that is local to a token: dtype, L2 norm of q and k, scale, the gate and its exponential, and
-makes padding inert. Z = chunks x heads is the leading dim of every block. Nothing here is kept for the backward pass; it
-loads the segment again.
+Loading applies everything that is local to a token: dtype, L2 norm of q and k, scale, the gate and its exponential,
+and makes padding inert. Z = chunks x heads is the leading dim of every block. Nothing here is kept for the backward
+pass, which loads the segment again.
 """
 
 from __future__ import annotations

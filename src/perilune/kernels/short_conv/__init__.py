@@ -73,7 +73,10 @@ def short_conv(
 def short_conv_step(
     x: Tensor, state: Tensor, weight: Tensor, *, activation: str | None = "silu"
 ) -> tuple[Tensor, Tensor]:
-    """One token: x [B, C], state [B, C, W - 1], weight [C, W] -> (y [B, C], new state). Does not write the state in place."""
+    """One token: x [B, C], state [B, C, W - 1], weight [C, W] -> (y [B, C], new state).
+
+    The state is not written in place.
+    """
     if x.dim() != 2:
         raise ValueError(f"x has shape {tuple(x.shape)!r}, expected [B, C]: short_conv_step takes one token.")
     _check_weight(weight, x.shape[1], activation)
@@ -110,7 +113,8 @@ def _document_borders(cu_seqlens: Tensor, batch: int, num_tokens: int) -> list[i
         )
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 or cu_seqlens.is_floating_point():
         raise ValueError(
-            f"cu_seqlens has shape {tuple(cu_seqlens.shape)!r} and dtype {cu_seqlens.dtype!r}, expected integers [N + 1]."
+            f"cu_seqlens has shape {tuple(cu_seqlens.shape)!r} and dtype {cu_seqlens.dtype!r}, "
+            "expected integers [N + 1]."
         )
     borders = cu_seqlens.tolist()
     falls = any(stop < start for start, stop in zip(borders[:-1], borders[1:], strict=True))

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-BLOCK_BYTES = {"cpu": 1 << 19}
+BLOCK_BYTES = {"cpu": 1 << 20}
 DEFAULT_BLOCK_BYTES = 1 << 30  # on an accelerator launches cost more than memory
 
 
