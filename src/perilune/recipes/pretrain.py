@@ -48,7 +48,7 @@ def nano() -> RunConfig:
         optimizer=OptimizerConfig(lr=5e-3),
         schedule=ScheduleConfig(warmup_steps=10, decay_fraction=0.4),
         trainer=TrainerConfig(
-            steps=700,
+            steps=600,
             global_batch_rows=8,
             micro_batch_rows=8,
             eval_every=100,

@@ -1,5 +1,6 @@
 """What the person at the terminal sees: a bar with loss, tokens/s, max logit and time left; plain lines elsewhere."""
 
+import math
 import sys
 from types import TracebackType
 from typing import Any
@@ -98,8 +99,8 @@ def line_of(record: Record, *, bits_per_byte: bool = True) -> str:
     if record["kind"] == "sample":
         return f"{record['prompt']!r} -> {record['text']!r}"
     parts = []
-    if record.get("skipped"):
-        parts.append("not finite, skipped")
+    if record["kind"] == "train" and not (_finite(record.get("loss")) and _finite(record.get("grad_norm"))):
+        parts.append(f"not finite, skipped ({record.get('skipped')} so far)")
     if _number(record.get("loss")):
         parts.append(f"{'valid ' if record['kind'] == 'valid' else ''}loss {record['loss']:.3f}")
     if bits_per_byte and _number(record.get("bits_per_byte")):
@@ -114,3 +115,7 @@ def line_of(record: Record, *, bits_per_byte: bool = True) -> str:
 
 def _number(value: Any) -> bool:
     return isinstance(value, int | float) and value == value
+
+
+def _finite(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)

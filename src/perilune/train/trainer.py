@@ -21,6 +21,7 @@ import torch
 
 from perilune.model import Decoder, SamplingConfig
 from perilune.model.linear import RMSNorm, SwiGLU
+from perilune.optim import MuonClip
 from perilune.train import checkpoint, random_state, ranks, run_folder
 from perilune.train.batches import MicroBatch, RunData, micro_batches, open_data
 from perilune.train.checkpoint import OnPhase
@@ -89,6 +90,8 @@ def train(
     throughput.mark(at.tokens)
 
     with run.outputs as outputs, StopRequest(outputs.say_stopping) as stop:
+        if at.step == 0:
+            outputs.say(introduction(run))
         while at.step < settings.steps:
             on_phase("step:begin")
             lr_scale = lr_at(at.step, config.schedule, settings.steps)
@@ -197,6 +200,20 @@ def due(step: int, every: int) -> bool:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What a run writes
+
+
+def introduction(run: Run) -> str:
+    """What is about to be trained, on what, and which parameters each optimizer gets."""
+    config, train = run.config, run.data.train
+    lines = [
+        f"{config.name}: {run.model.num_parameters():,} parameters ({run.model.num_parameters(active=True):,} active), "
+        f"layers {' '.join(config.model.layer_pattern())}, {config.model.residual} residuals, on {run.device}",
+        f"data: {train.store.num_tokens:,} tokens, {config.trainer.steps * config.trainer.global_batch_rows:,} rows of "
+        f"{config.data.seq_len} to train on ({train.rows_per_epoch:,.0f} an epoch)",
+    ]
+    if isinstance(run.optimization.optimizer, MuonClip):
+        lines.append(run.optimization.optimizer.table())
+    return "\n".join(lines)
 
 
 def write_validation(run: Run) -> None:

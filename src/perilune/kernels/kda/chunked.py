@@ -46,7 +46,7 @@ from perilune.kernels.kda.operands import (
 # On CPU a segment's tensors should fit the caches. Elsewhere launches cost more than memory traffic: large segments,
 # and large chunks because the scan is serial.
 CPU_CHUNK_SIZES, CPU_SEGMENT_BYTES = (4, 8, 16, 32, 64), 1 << 19
-ACCELERATOR_CHUNK_SIZES, ACCELERATOR_SEGMENT_BYTES = (16, 64), 1 << 28
+ACCELERATOR_CHUNK_SIZES, ACCELERATOR_SEGMENT_BYTES = (64,), 1 << 28
 
 
 def chunked_kda(
