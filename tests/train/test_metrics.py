@@ -87,5 +87,15 @@ def test_throughput_is_the_rate_over_the_window():
     assert [rate.mark(tokens) for tokens in (0, 100, 300, 500)] == [0.0, 100.0, 150.0, 400 / 3]
 
 
+def test_pauses_do_not_lower_the_throughput():
+    times = iter([0.0, 1.0, 1.0, 51.0, 52.0])
+    rate = Throughput(window=8, clock=lambda: next(times))
+    rate.mark(0)
+    assert rate.mark(100) == 100.0
+    with rate.pause():
+        pass
+    assert rate.mark(200) == 100.0
+
+
 def test_peak_memory_is_a_plausible_number_of_bytes():
     assert 2**20 < peak_memory_bytes(torch.device("cpu")) < 2**40

@@ -18,7 +18,8 @@ import resource
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -148,17 +149,25 @@ def scalars(record: Record) -> dict[str, float]:
 
 
 class Throughput:
-    """Tokens a second over the last `window` log intervals."""
+    """Tokens a second over the last `window` log intervals, without the pauses for validation and checkpoints."""
 
     def __init__(self, window: int = 8, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._marks: deque[tuple[float, int]] = deque(maxlen=window + 1)
+        self._paused = 0.0
 
     def mark(self, tokens_so_far: int) -> float:
         """The rate between the oldest mark remembered and now; 0.0 for the first."""
-        self._marks.append((self._clock(), tokens_so_far))
+        self._marks.append((self._clock() - self._paused, tokens_so_far))
         (start, before), (end, after) = self._marks[0], self._marks[-1]
         return (after - before) / (end - start) if end > start else 0.0
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Time spent inside does not count."""
+        began = self._clock()
+        yield
+        self._paused += self._clock() - began
 
 
 def peak_memory_bytes(device: torch.device) -> int:

@@ -143,13 +143,14 @@ def train(
 
             if at.bad_in_a_row >= settings.max_bad_steps:
                 raise TrainingStopped(stopped_message(run))
-            if due(at.step, settings.eval_every) or last:
-                write_validation(run)
-            if last:
-                write_samples(run)
             stopped_by = ranks.largest_over_ranks(stop.signal_number or 0, run.device)
-            if due(at.step, settings.checkpoint_every) or last or stopped_by:
-                save(run)
+            with throughput.pause():
+                if due(at.step, settings.eval_every) or last:
+                    write_validation(run)
+                if last:
+                    write_samples(run)
+                if due(at.step, settings.checkpoint_every) or last or stopped_by:
+                    save(run)
             if stopped_by and not last:
                 outputs.say(f"saved at step {at.step}; continue with `perilune train {config.name} --resume`")
                 raise Interrupted(stopped_by)
