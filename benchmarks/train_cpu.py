@@ -4,8 +4,8 @@
 
 Steps are whole optimizer steps on packed rows of the standard library (forward, backward, clipping, optimizer), best of
 several. The peer is transformers' kimi_linear with the same widths and layers (plain residuals: it has no others),
-torch AdamW, the same rows unpacked to [8, 256]. Shares come from torch's profiler over one of our steps: every operator's own
-time goes to the nearest enclosing part. Writes benchmarks/results/train_cpu.json.
+torch AdamW, the same rows unpacked to [8, 256]. Shares come from torch's profiler over one of our steps: every
+operator's own time goes to the nearest enclosing part. Writes benchmarks/results/train_cpu.json.
 """
 
 import json

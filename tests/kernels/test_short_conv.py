@@ -96,7 +96,7 @@ def test_wrong_arguments_are_refused_with_name_value_and_expectation() -> None:
         short_conv(x, weight[:3])
     with pytest.raises(ValueError, match="activation='gelu' is unknown"):
         short_conv(x, weight, activation="gelu")
-    with pytest.raises(ValueError, match=r"cu_seqlens=\[0, 7\] must rise"):
+    with pytest.raises(ValueError, match=r"cu_seqlens=\(0, 7\) must rise"):
         short_conv(x, weight, cu_seqlens=torch.tensor([0, 7]))
     with pytest.raises(ValueError, match="backend='fast' is not a path"):
         short_conv(x, weight, backend="fast")

@@ -9,6 +9,7 @@ from torch import Tensor
 from perilune.kernels.attention import flex
 from perilune.kernels.attention.reference import reference_attention
 from perilune.kernels.attention.tiled import tiled_attention
+from perilune.kernels.documents import document_borders
 
 __all__ = ["attention"]
 
@@ -24,24 +25,11 @@ def _check(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> None:
         )
     if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
         raise ValueError(f"q has {q.shape[2]} heads and k has {k.shape[2]}: the first must be a multiple of the second")
-    if cu_seqlens is None:
-        return
-    if cu_seqlens.ndim != 1 or cu_seqlens.numel() < 1 or cu_seqlens.is_floating_point():
-        raise ValueError(
-            f"cu_seqlens must be a 1-D integer tensor [0, ..., T], got {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
-        )
-    if q.shape[0] != 1 or q.shape[1] != k.shape[1]:
+    if cu_seqlens is not None and (q.shape[0] != 1 or q.shape[1] != k.shape[1]):
         raise ValueError(
             "cu_seqlens packs documents into one row: expected batch 1 and as many queries as keys, "
             f"got batch {q.shape[0]}, {q.shape[1]} queries, {k.shape[1]} keys"
         )
-
-
-def _borders(cu_seqlens: Tensor, length: int) -> tuple[int, ...]:
-    borders = tuple(cu_seqlens.tolist())
-    if borders[0] != 0 or borders[-1] != length or any(a > b for a, b in zip(borders, borders[1:])):
-        raise ValueError(f"cu_seqlens={borders!r} must rise from 0 to the number of tokens, {length}")
-    return borders
 
 
 def attention(
@@ -73,8 +61,9 @@ def attention(
         if obstacle:
             raise ValueError(f"backend='flex' cannot run here: {obstacle}; use backend='tiled'")
         return flex.flex_attention_with_max(q, k, v, scale=factor, cu_seqlens=cu_seqlens)
-    # Reading the borders on the host is free on CPU. On CUDA it waits for the device once per call.
-    borders = None if cu_seqlens is None else _borders(cu_seqlens, q.shape[1])
+    borders = None
+    if cu_seqlens is not None:
+        borders = document_borders(cu_seqlens, batch=q.shape[0], num_tokens=q.shape[1])
     if backend == "tiled":
         return tiled_attention(q, k, v, scale=factor, borders=borders)
     if backend == "reference":

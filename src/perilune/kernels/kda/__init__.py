@@ -15,6 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from perilune.kernels.documents import document_borders
 from perilune.kernels.kda.chunked import chunked_kda
 from perilune.kernels.kda.gates import BoundedGate, Gate, SoftplusGate
 from perilune.kernels.kda.reference import l2norm, recurrent_kda
@@ -60,7 +61,7 @@ def kda(
     _check_sequence_shapes(q, k, v, g, beta)
     batch, num_tokens, num_heads, key_dim = q.shape
     _check_gate(gate, num_heads, key_dim)
-    borders = None if cu_seqlens is None else _document_borders(cu_seqlens, batch, num_tokens)
+    borders = None if cu_seqlens is None else list(document_borders(cu_seqlens, batch=batch, num_tokens=num_tokens))
     num_sequences = batch if borders is None else len(borders) - 1
     _check_state(initial_state, (num_sequences, num_heads, key_dim, v.shape[-1]), "initial_state")
     run = BACKENDS[_choose_backend(backend)]
@@ -161,22 +162,3 @@ def _check_gate(gate: Gate | None, num_heads: int, key_dim: int) -> None:
 def _check_state(state: Tensor | None, shape: tuple[int, ...], name: str) -> None:
     if state is not None and tuple(state.shape) != shape:
         raise ValueError(f"{name} has shape {tuple(state.shape)!r}, expected [N, H, K, V] = {shape!r}.")
-
-
-def _document_borders(cu_seqlens: Tensor, batch: int, num_tokens: int) -> list[int]:
-    if batch != 1:
-        raise ValueError(
-            f"cu_seqlens needs one packed row, but q has batch size {batch!r}; reshape the rows to [1, B * T]."
-        )
-    if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 or cu_seqlens.is_floating_point():
-        raise ValueError(
-            f"cu_seqlens has shape {tuple(cu_seqlens.shape)!r} and dtype {cu_seqlens.dtype!r}, "
-            "expected integers [N + 1]."
-        )
-    borders = cu_seqlens.tolist()
-    if borders[0] != 0 or borders[-1] != num_tokens:
-        raise ValueError(f"cu_seqlens runs from {borders[0]!r} to {borders[-1]!r}, expected 0 to T={num_tokens!r}.")
-    for start, stop in zip(borders[:-1], borders[1:], strict=True):
-        if stop < start:
-            raise ValueError(f"cu_seqlens falls from {start!r} to {stop!r}; document borders must not decrease.")
-    return borders

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from perilune.kernels.documents import document_borders
 from perilune.kernels.short_conv.reference import reference_short_conv
 from perilune.kernels.short_conv.shifted import shifted_short_conv
 
@@ -53,7 +54,7 @@ def short_conv(
     if cu_seqlens is None:
         borders = [row * num_tokens for row in range(batch + 1)]
     else:
-        borders = _document_borders(cu_seqlens, batch, num_tokens)
+        borders = list(document_borders(cu_seqlens, batch=batch, num_tokens=num_tokens))
     _check_state(initial_state, (len(borders) - 1, num_channels, weight.shape[1] - 1), "initial_state")
     if backend is not None and backend not in BACKENDS:
         raise ValueError(
@@ -104,20 +105,3 @@ def _check_weight(weight: Tensor, num_channels: int, activation: str | None) -> 
 def _check_state(state: Tensor | None, shape: tuple[int, ...], name: str) -> None:
     if state is not None and tuple(state.shape) != shape:
         raise ValueError(f"{name} has shape {tuple(state.shape)!r}, expected [N, C, W - 1] = {shape!r}.")
-
-
-def _document_borders(cu_seqlens: Tensor, batch: int, num_tokens: int) -> list[int]:
-    if batch != 1:
-        raise ValueError(
-            f"cu_seqlens needs one packed row, but x has batch size {batch!r}; reshape the rows to [1, B * T, C]."
-        )
-    if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 or cu_seqlens.is_floating_point():
-        raise ValueError(
-            f"cu_seqlens has shape {tuple(cu_seqlens.shape)!r} and dtype {cu_seqlens.dtype!r}, "
-            "expected integers [N + 1]."
-        )
-    borders = cu_seqlens.tolist()
-    falls = any(stop < start for start, stop in zip(borders[:-1], borders[1:], strict=True))
-    if borders[0] != 0 or borders[-1] != num_tokens or falls:
-        raise ValueError(f"cu_seqlens={borders!r} must rise from 0 to T={num_tokens!r} without decreasing.")
-    return borders
