@@ -174,5 +174,5 @@ def test_the_table_says_what_happens_to_every_parameter():
         ("adam", "", 4, 5e-4, 0.0),
     ]
     header, rule, *lines = optimizer.table().splitlines()
-    assert header.split() == ["group", "layout", "tensors", "elements", "shapes", "lr", "decay"] and set(rule) == {"-"}
+    assert header.split() == ["group", "layout", "tensors", "elements", "lr", "decay", "shapes"] and set(rule) == {"-"}
     assert "2 x 6x4, 2 x 4x6" in lines[0]

@@ -48,18 +48,18 @@ def group_rows(param_groups: Sequence[Mapping[str, Any]], layouts: Mapping[nn.Pa
     return rows
 
 
-def format_rows(rows: Sequence[GroupRow], *, max_shapes: int = 4) -> str:
-    """Aligned columns; at most `max_shapes` shapes a row."""
-    lines = [("group", "layout", "tensors", "elements", "shapes", "lr", "decay")]
+def format_rows(rows: Sequence[GroupRow], *, max_shapes: int = 2) -> str:
+    """Aligned columns; at most `max_shapes` shapes a row, so that it fits a terminal."""
+    lines = [("group", "layout", "tensors", "elements", "lr", "decay", "shapes")]
     for row in rows:
         shown = [f"{count} x {'x'.join(map(str, shape)) or 'scalar'}" for shape, count in row.shapes[:max_shapes]]
         more = [f"+{len(row.shapes) - max_shapes} more"] if len(row.shapes) > max_shapes else []
         sizes = (str(row.num_tensors), f"{row.num_elements:,}")
         lines.append(
-            (row.group, row.layout or "-", *sizes, ", ".join(shown + more), f"{row.lr:g}", f"{row.weight_decay:g}")
+            (row.group, row.layout or "-", *sizes, f"{row.lr:g}", f"{row.weight_decay:g}", ", ".join(shown + more))
         )
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    numeric = (2, 3, 5, 6)
+    numeric = (2, 3, 4, 5)
     aligned = [
         "  ".join(
             cell.rjust(width) if column in numeric else cell.ljust(width)
