@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from perilune.model.linear import SwiGLU, at_least_float32
-from perilune.optim.matrices import Layout, Stacked
+from perilune.optim.matrices import Layout, Stacked, Whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +101,9 @@ class Router(nn.Module):
 
     def discard_counts(self) -> None:
         self.counts.zero_()
+
+    def logical_matrices(self) -> Mapping[str, Layout]:
+        return {"weight": Whole()}
 
 
 def _recomputing() -> bool:
