@@ -41,7 +41,7 @@ help: ## list the targets
 
 demo: environment ## train the recipe nano on this machine, sample from it and write runs/nano/report.html
 	@echo "== training the recipe nano (at most 5 minutes on 2 cores)"
-	@.venv/bin/perilune train nano
+	@.venv/bin/perilune train nano --overwrite
 	@echo "== report: runs/nano/report.html"
 
 test: environment ## lint, import layers, types and all short tests

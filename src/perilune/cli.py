@@ -6,6 +6,7 @@ training exits with 130 after saving. `--json` prints one JSON document on stand
 
 import dataclasses
 import difflib
+import io
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -34,7 +35,7 @@ usage: perilune <verb> [arguments]
 """
 
 
-class UserError(Exception):
+class UserError(ValueError):
     """What went wrong and what to do, in one line."""
 
 
@@ -49,15 +50,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     verb = VERBS.get(arguments[0])
     if verb is None:
         _fail(f"unknown verb {arguments[0]!r}{_nearest(arguments[0], VERBS)}; `perilune --help` lists them", code=2)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 must not end a verb
     try:
         verb(arguments[1:])
-    except UserError as error:
-        _fail(str(error))
     except BrokenPipeError:
         # The reader (head, less) has gone; leave quietly, and keep Python from complaining at exit.
         sys.stdout = None
-    except (ValueError, RuntimeError, OSError) as error:
-        if type(error).__module__.split(".")[0] != "perilune" and not isinstance(error, OSError):
+    except KeyboardInterrupt:
+        _fail("interrupted", code=130)
+    except (UserError, ValueError, RuntimeError, OSError) as error:
+        if not _explains_itself(error):
             raise
         _fail(str(error))
     except ModuleNotFoundError as error:
@@ -65,6 +68,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         if extra is None:
             raise
         _fail(f"this verb needs {error.name!r}: pip install 'perilune[{extra}]'")
+
+
+def _explains_itself(error: Exception) -> bool:
+    """Whether the message was written for the person: by us, or by the operating system with a file's name."""
+    if isinstance(error, OSError) or type(error).__module__.split(".")[0] == "perilune":
+        return True
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    raised_in = "" if trace is None else trace.tb_frame.f_code.co_filename
+    return isinstance(error, ValueError) and Path(raised_in).is_relative_to(Path(__file__).parent)
 
 
 def _fail(message: str, code: int = 1) -> NoReturn:
@@ -110,7 +124,8 @@ def train_verb(arguments: list[str]) -> None:
     name, rest = _positional(
         arguments, "RECIPE", f"one of {', '.join(RECIPES)}, or a run to resume", "perilune train nano"
     )
-    default = _train_default(name, rest)
+    early = _early_flags(TrainFlags, rest)
+    default, runs = _train_default(name, early)
     from perilune.train import RunConfig, train
 
     flags, config = _parse_run(
@@ -119,11 +134,11 @@ def train_verb(arguments: list[str]) -> None:
         f"example: perilune train {name} --trainer.steps 100 --optimizer.lr 2e-3",
         TrainFlags,
         RunConfig,
-        default,
+        _with_set(default, early.set),
         rest,
     )
     summary = train(
-        config, runs_folder=flags.runs, resume=flags.resume, overwrite=flags.overwrite, quiet=flags.quiet or flags.json
+        config, runs_folder=runs, resume=flags.resume, overwrite=flags.overwrite, quiet=flags.quiet or flags.json
     )
     if flags.json:
         _print_json(summary)
@@ -133,18 +148,17 @@ def train_verb(arguments: list[str]) -> None:
     print(f"\n{_summary_line(summary)}")
 
 
-def _train_default(name: str, rest: list[str]) -> "RunConfig":
-    """A recipe's config; or, when resuming, that of the run itself."""
+def _train_default(name: str, flags: TrainFlags) -> tuple["RunConfig", str]:
+    """A recipe's config, or when resuming that of the run itself; and the folder that holds the run."""
     from perilune.recipes import recipe
 
-    if "--resume" in rest:
-        runs = rest[rest.index("--runs") + 1] if "--runs" in rest[:-1] else "runs"
-        folder = Path(runs) / name
-        if (folder / "config.json").exists():
-            from perilune.train.run_folder import read_config
+    if flags.resume:
+        for folder in (Path(flags.runs) / name, Path(name)):
+            if (folder / "config.json").exists():
+                from perilune.train.run_folder import read_config
 
-            return read_config(folder)
-    return recipe(name)
+                return read_config(folder), str(folder.parent)
+    return recipe(name), flags.runs
 
 
 def _summary_line(summary: dict[str, Any]) -> str:
@@ -172,7 +186,8 @@ class GenerateFlags:
     top_p: float = 0.95
     top_k: int = 0
     seed: int = 0
-    device: str = "cpu"
+    device: str = "auto"
+    """"auto" takes the first of cuda, cpu that is there."""
     runs: str = "runs"
     """Folder that holds runs."""
     json: bool = False
@@ -194,16 +209,14 @@ def generate_verb(arguments: list[str]) -> None:
     from perilune.model import SamplingConfig, generate
     from perilune.train.evaluate import forbidden_tokens
     from perilune.train.run_folder import load_run
+    from perilune.train.trainer import pick_device
 
-    model, tokenizer, _ = load_run(_run_folder(name, flags.runs), device=flags.device)
+    model, tokenizer, _ = load_run(_run_folder(name, flags.runs), device=pick_device(flags.device))
     prompt = sys.stdin.read() if flags.prompt == "-" else flags.prompt
-    try:
-        sampling = SamplingConfig(
-            max_new_tokens=flags.max_new_tokens, temperature=flags.temperature, top_p=flags.top_p, top_k=flags.top_k,
-            seed=flags.seed,
-        )  # fmt: skip
-    except ValueError as error:
-        raise UserError(str(error)) from None
+    sampling = SamplingConfig(
+        max_new_tokens=flags.max_new_tokens, temperature=flags.temperature, top_p=flags.top_p, top_k=flags.top_k,
+        seed=flags.seed,
+    )  # fmt: skip
     ids = [tokenizer.bos_id, *tokenizer.encode(prompt)]
     stream = StreamDecoder(tokenizer)
     began, tokens, text = time.perf_counter(), [], ""
@@ -244,9 +257,9 @@ def data_verb(arguments: list[str]) -> None:
     from perilune.recipes import RECIPES, recipe
 
     name, rest = _positional(arguments, "RECIPE", f"one of {', '.join(RECIPES)}", "perilune data nano")
-    default = recipe(name)
     from perilune.train import RunConfig
 
+    default = _with_set(recipe(name), _early_flags(DataFlags, rest).set)
     flags, config = _parse_run(
         f"perilune data {name}",
         "What a recipe's corpus looks like after tokenising and packing.\n\n"
@@ -257,10 +270,14 @@ def data_verb(arguments: list[str]) -> None:
         rest,
     )
     from perilune.data import Corpus, inspect, tokenize_corpus, train_tokenizer
+    from perilune.train.progress import DataProgress
 
-    corpus = Corpus(config.data.corpus)
-    tokenizer = train_tokenizer(corpus, config.data.vocab_size, cache_dir=config.data.cache_dir)
-    stores = tokenize_corpus(corpus, tokenizer, cache_dir=config.data.cache_dir)
+    if flags.rows < 0:
+        raise UserError(f"--rows is {flags.rows}, expected 0 or more")
+    with DataProgress(quiet=flags.json) as progress:
+        corpus = Corpus(config.data.corpus, progress=progress)
+        tokenizer = train_tokenizer(corpus, config.data.vocab_size, cache_dir=config.data.cache_dir, progress=progress)
+        stores = tokenize_corpus(corpus, tokenizer, cache_dir=config.data.cache_dir, progress=progress)
     found = inspect(corpus, tokenizer, stores, seq_len=config.data.seq_len, seed=config.seed, num_rows=flags.rows)
     if flags.json:
         _print_json(found)
@@ -329,6 +346,11 @@ def export_verb(arguments: list[str]) -> None:
         model, folder, bos_token_id=tokenizer.bos_id, eos_token_id=tokenizer.eos_id, pad_token_id=tokenizer.pad_id
     )
     tokenizer.save(Path(folder) / "tokenizer.json")
+    names = {
+        f"{name}_token": tokenizer.special_name(getattr(tokenizer, f"{name}_id")) for name in ("bos", "eos", "pad")
+    }
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **names}
+    (Path(folder) / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     kind = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))["model_type"]
     if flags.json:
         _print_json({"folder": folder, "model_type": kind, "parameters": model.num_parameters()})
@@ -383,7 +405,6 @@ def _parse_run(
     prog: str, description: str, flags: type[Any], run: type[Any], default: Any, arguments: list[str]
 ) -> tuple[Any, Any]:
     """Flags of the verb, and the recipe with its overrides."""
-    given = _with_set(default, arguments)
     both = dataclasses.make_dataclass(
         "Arguments",
         [("flags", Annotated[flags, tyro.conf.arg(name="")]), ("run", Annotated[run, tyro.conf.arg(name="")])],
@@ -394,22 +415,26 @@ def _parse_run(
         prog=prog,
         description=description,
         args=arguments,
-        default=both(flags=flags(), run=given),
+        default=both(flags=flags(), run=default),
         config=(tyro.conf.AvoidSubcommands,),
     )
     return parsed.flags, parsed.run
 
 
-def _with_set(config: Any, arguments: list[str]) -> Any:
-    """Apply the --set path=value overrides before the flags, so that help shows them."""
+def _early_flags(flags: type[Any], arguments: list[str]) -> Any:
+    """The verb's own flags, before the recipe's are known; help and complaints wait for the full parse."""
+    known = [argument for argument in arguments if argument not in ("-h", "--help")]
+    return tyro.cli(flags, args=known, return_unknown_args=True)[0]
+
+
+def _with_set(config: Any, assignments: Sequence[str]) -> Any:
+    """The config with `path=value` applied; values are JSON, or else taken as text."""
+    if not assignments:
+        return config
     from perilune.train.config_file import from_plain, to_plain
 
     plain = to_plain(config)
-    values: list[str] = []
-    for index, argument in enumerate(arguments):
-        if argument == "--set":
-            values += _until_flag(arguments[index + 1 :])
-    for assignment in values:
+    for assignment in assignments:
         path, equals, text = assignment.partition("=")
         if not equals:
             raise UserError(f"--set {assignment!r}: expected path=value, for example model.block_sublayers=6")
@@ -420,21 +445,15 @@ def _with_set(config: Any, arguments: list[str]) -> Any:
         *parents, last = path.split(".")
         place = plain
         for parent in parents:
+            if parent in place and place[parent] is None:
+                raise UserError(f"--set {path!r}: {parent!r} is not set; give all of it, --set '...{parent}={{...}}'")
             if not isinstance(place.get(parent), dict):
-                raise UserError(f"--set {path!r}: {parent!r} has no fields{_nearest(parent, place)}")
+                raise UserError(f"--set {path!r}: there are no fields under {parent!r}{_nearest(parent, place)}")
             place = place[parent]
         if last not in place:
             raise UserError(f"--set {path!r}: there is no field {last!r}{_nearest(last, place)}")
         place[last] = value
-    try:
-        return from_plain(type(config), plain) if values else config
-    except ValueError as error:
-        raise UserError(str(error)) from None
-
-
-def _until_flag(arguments: list[str]) -> list[str]:
-    end = next((index for index, argument in enumerate(arguments) if argument.startswith("--")), len(arguments))
-    return arguments[:end]
+    return from_plain(type(config), plain)
 
 
 def _run_folder(name: str, runs: str) -> Path:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from perilune.model import Decoder, ModelConfig
+from perilune.model.cache import Packing
 from perilune.model.residual import AttentionResidual, attnres_stream, plain_stream
 from tests.model.small_models import BASE, MOE, build, random_tokens, relative_error
 
@@ -48,11 +49,30 @@ def test_zero_queries_equal_the_plain_network_with_eps_times_sources_squared(con
         assert relative_error(ours[name].grad, parameter.grad) < 1e-9, name
 
 
-def test_blocks_of_one_sublayer_equal_full_attention_residuals() -> None:
-    full = build(replace(DEEP, residual="attnres"))
-    block = build(replace(DEEP, residual="block_attnres", block_sublayers=1))
-    tokens = random_tokens(full, 2, 7)
-    assert relative_error(block(tokens), full(tokens)) < 1e-12
+@pytest.mark.parametrize("residual", ["attnres", "block_attnres"])
+def test_blocks_of_one_sublayer_and_full_equal_every_sublayer_mixing_all_earlier_outputs(residual: str) -> None:
+    """Both against the definition written out over the model's own sublayers, with gradients."""
+    model = build(replace(DEEP, residual=residual, block_sublayers=1))
+    tokens, targets = random_tokens(model, 2, 7), random_tokens(model, 2, 7, seed=1)
+    sources = [model.embed_tokens(tokens)]
+
+    def read(site: AttentionResidual) -> torch.Tensor:
+        stacked = torch.stack(sources)
+        keys = stacked * (stacked.pow(2).mean(-1, keepdim=True) + site.eps).rsqrt() * site.gain
+        return ((keys @ site.query).softmax(0)[..., None] * stacked).sum(0)
+
+    for layer in model.layers:
+        sources.append(layer.self_attn(layer.input_layernorm(read(layer.attn_res)), Packing()))
+        sources.append(layer.mlp(layer.post_attention_layernorm(read(layer.mlp_res))))
+    logits = model.logits(model.norm(read(model.out_res)))
+    expected = torch.autograd.grad(
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum"),
+        list(model.parameters()),
+    )
+    assert relative_error(model(tokens), logits) < 1e-12
+    actual = torch.autograd.grad(model.loss(tokens, targets), list(model.parameters()))
+    for (name, _), ours, right in zip(model.named_parameters(), actual, expected, strict=True):
+        assert (ours - right).norm() <= 1e-9 * right.norm() + 1e-12, name
 
 
 @pytest.mark.parametrize("block", [1, 2, 3, 5, 8])

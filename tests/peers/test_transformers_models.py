@@ -157,3 +157,94 @@ def test_broken_folders_give_one_clear_error(tmp_path: Path) -> None:
     (folder / "config.json").write_text("{")
     with pytest.raises(hub.FormatError, match="not valid JSON"):
         hub.from_pretrained(folder)
+
+
+def test_folders_of_a_fresh_transformers_model_are_read(tmp_path: Path) -> None:
+    """Their own keys only: layer_types, mlp_layer_types, linear_head_dim; nothing that we wrote."""
+    config = transformers.KimiLinearConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=64, moe_intermediate_size=16, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=4, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=16,
+        v_head_dim=12, num_local_experts=8, num_experts_per_tok=2, linear_head_dim=8, linear_num_heads=4,
+        layer_types=["linear_attention", "full_attention", "linear_attention", "full_attention"],
+        mlp_layer_types=["dense", "dense", "sparse", "sparse"], pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    theirs = transformers.KimiLinearForCausalLM(config).eval()
+    theirs.save_pretrained(tmp_path)
+    assert "linear_attn_config" not in json.loads((tmp_path / "config.json").read_text())
+    ours = hub.from_pretrained(tmp_path)
+    assert ours.config.layer_pattern() == ("kda", "mla", "kda", "mla")
+    assert [ours.config.is_moe_layer(index) for index in range(4)] == [False, False, True, True]
+    tokens = random_tokens(ours, 1, 40)
+    assert relative_error(ours(tokens), theirs(tokens).logits) < 1e-5
+
+
+@pytest.mark.parametrize("peer", ["kimi_linear", "deepseek_v3_yarn"])
+def test_tied_heads_stay_tied_on_both_sides(peer: str, tmp_path: Path) -> None:
+    ours, theirs = exported(replace(PEERS[peer], tie_word_embeddings=True), tmp_path / "ours")
+    tokens = random_tokens(ours, 1, 20)
+    assert relative_error(ours(tokens), theirs(tokens).logits) < 1e-5
+    theirs.save_pretrained(tmp_path / "theirs")
+    back = hub.from_pretrained(tmp_path / "theirs")
+    assert back.lm_head is None
+    assert torch.equal(back(tokens), ours(tokens))
+
+
+@pytest.mark.parametrize(
+    ("peer", "change", "message"),
+    [
+        ("kimi_linear", {"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
+        ("kimi_linear", {"moe_router_activation_func": "softmax"}, "moe_router_activation_func='softmax'"),
+        ("kimi_linear", {"mlp_layer_types": ["sparse", "dense"] * 2 + ["sparse"]}, "mlp_layer_types"),
+        ("kimi_linear", {"layer_types": ["sliding"] * 5}, "layer_types is"),
+        ("deepseek_v3_yarn", {"scoring_func": "softmax"}, "scoring_func='softmax'"),
+        (
+            "deepseek_v3_yarn",
+            {"rope_parameters": {"rope_type": "yarn", "attention_factor": 1.3}},
+            "attention_factor=1.3",
+        ),
+        ("deepseek_v3_yarn", {"num_key_value_heads": 2}, "num_key_value_heads=2"),
+    ],
+)
+def test_configs_that_ask_for_another_computation_are_refused(
+    peer: str, change: dict, message: str, tmp_path: Path
+) -> None:
+    hub.save_pretrained(Decoder(PEERS[peer]), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(hub.FormatError, match=message):
+        hub.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(("mscale", "mscale_all_dim"), [(1.0, 0.0), (0.707, 0.707), (0.707, 1.0)])
+def test_yarn_magnitudes_equal_transformers(mscale: float, mscale_all_dim: float, tmp_path: Path) -> None:
+    rope = replace(YARN, mscale=mscale, mscale_all_dim=mscale_all_dim)
+    ours, theirs = exported(replace(DEEPSEEK, mla=replace(DEEPSEEK.mla, rope=rope)), tmp_path)
+    tokens = random_tokens(ours, 1, 60)
+    assert relative_error(ours(tokens), theirs(tokens).logits) < 1e-5
+
+
+def test_a_run_or_foreign_folder_is_never_overwritten_and_an_older_export_is(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.json").write_text('{"name": "nano"}')
+    with pytest.raises(hub.FormatError, match="other than an exported model"):
+        hub.save_pretrained(Decoder(KIMI_LINEAR), run)
+    assert [path.name for path in run.iterdir()] == ["config.json"]
+    hub.save_pretrained(Decoder(KIMI_LINEAR, seed=0), tmp_path / "model")
+    hub.save_pretrained(Decoder(DEEPSEEK, seed=1), tmp_path / "model")
+    assert hub.from_pretrained(tmp_path / "model").config.mla.rope is not None
+
+
+def test_a_save_that_breaks_off_leaves_no_folder_that_looks_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.save_pretrained(Decoder(KIMI_LINEAR, seed=0), tmp_path / "model")
+    real = hub.os.replace
+    monkeypatch.setattr(hub.os, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(OSError, match="No space left"):
+        hub.save_pretrained(Decoder(KIMI_LINEAR, seed=1), tmp_path / "model")
+    with pytest.raises(hub.FormatError, match=r"no config\.json"):
+        hub.from_pretrained(tmp_path / "model")
+    monkeypatch.setattr(hub.os, "replace", real)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"], "temporary files were left behind"

@@ -47,8 +47,6 @@ def load_weights(model: Decoder, tensors: dict[str, Tensor], fmt: ModuleType | N
     entries = (fmt or _format_for(model.config)).entries(model.config)
     unknown = set(tensors) - {name for entry in entries for name in entry.names()}
     unknown = {name for name in unknown if not name.endswith("rotary_emb.inv_freq")}
-    if model.config.tie_word_embeddings:
-        unknown.discard("lm_head.weight")
     if unknown:
         raise FormatError(f"the weights hold {len(unknown)} tensors this architecture lacks, e.g. {min(unknown)!r}")
     with torch.no_grad():
@@ -79,26 +77,45 @@ def save_pretrained(
     eos_token_id: int | None = None,
     pad_token_id: int | None = None,
 ) -> None:
-    """Write config.json and safetensors. Complete or not at all: files are made aside and moved in at the end."""
+    """Write config.json and safetensors. All files are made aside first; a folder without config.json is incomplete."""
     path = Path(folder)
-    if path.exists() and not path.is_dir():
-        raise FormatError(f"{path} is a file: give a folder to write the model into")
+    _check_writable(path)
     config = _format_for(model.config).to_public(model.config)
     # Always written: transformers' own defaults lie outside a small vocabulary.
     config |= {"bos_token_id": bos_token_id, "eos_token_id": eos_token_id, "pad_token_id": pad_token_id}
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
     try:
-        _write_shards(public_weights(model), aside)
+        try:
+            _write_shards(public_weights(model), aside)
+        except SafetensorError as error:  # how a full disk looks through safetensors
+            raise FormatError(f"the weights could not be written to {path.parent}: {error}") from None
         (aside / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         path.mkdir(exist_ok=True)
-        for stale in [*path.glob("*.safetensors"), *path.glob("*.safetensors.index.json")]:
-            stale.unlink()
-        # config.json goes last: a folder that has one is complete.
-        for file in sorted(aside.iterdir(), key=lambda file: file.name == "config.json"):
+        # An older model stops counting first; config.json comes last: a folder that has one is complete.
+        (path / "config.json").unlink(missing_ok=True)
+        new = sorted(aside.iterdir(), key=lambda file: file.name == "config.json")
+        for stale in [*path.glob("model*.safetensors"), path / "model.safetensors.index.json"]:
+            if stale.name not in {file.name for file in new}:
+                stale.unlink(missing_ok=True)
+        for file in new:
             os.replace(file, path / file.name)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def _check_writable(path: Path) -> None:
+    """Only a new or empty folder, or one that holds an exported model, may be written to."""
+    if path.exists() and not path.is_dir():
+        raise FormatError(f"{path} is a file: give a folder to write the model into")
+    if not path.exists() or not any(path.iterdir()):
+        return
+    try:
+        exported = "model_type" in json.loads((path / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        exported = False
+    if not exported:
+        raise FormatError(f"{path} holds something other than an exported model: give a new folder, or empty it first")
 
 
 def _format_of(public: dict[str, Any]) -> ModuleType:

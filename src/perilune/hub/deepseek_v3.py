@@ -2,7 +2,15 @@
 
 from typing import Any
 
-from perilune.hub.entries import Entry, FormatError, expert_entries, renamed, require
+from perilune.hub.entries import (
+    Entry,
+    FormatError,
+    check_supported,
+    expert_entries,
+    renamed,
+    require,
+    top_entries,
+)
 from perilune.hub.kimi_linear import LAYER_NORMS, mla_entries, mla_from_public, rope_from_public, rope_to_public
 from perilune.model import ModelConfig, MoEConfig
 
@@ -54,7 +62,18 @@ def to_public(config: ModelConfig) -> dict[str, Any]:
     }
 
 
+SUPPORTED = {
+    "hidden_act": ("silu",),
+    "scoring_func": ("sigmoid",),
+    "topk_method": ("noaux_tc",),
+    "moe_layer_freq": (1,),
+    "attention_bias": (False,),
+}
+"""Keys that change what the model computes, and the values it can compute."""
+
+
 def from_public(public: dict[str, Any]) -> ModelConfig:
+    check_supported(public, SUPPORTED)
     layers = require(public, "num_hidden_layers")
     dense = public.get("first_k_dense_replace", 0)
     moe = None
@@ -86,9 +105,7 @@ def from_public(public: dict[str, Any]) -> ModelConfig:
 
 
 def entries(config: ModelConfig) -> list[Entry]:
-    result = [renamed("embed_tokens.weight", "model.embed_tokens.weight"), renamed("norm.weight", "model.norm.weight")]
-    if not config.tie_word_embeddings:
-        result.append(renamed("lm_head.weight", "lm_head.weight"))
+    result = top_entries(config)
     for index in range(config.num_hidden_layers):
         ours, public = f"layers.{index}.", f"model.layers.{index}."
         result += [renamed(ours + norm, public + norm) for norm in LAYER_NORMS]

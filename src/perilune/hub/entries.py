@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from perilune.model import MoEConfig
+from perilune.model import ModelConfig, MoEConfig
 
 
 class FormatError(ValueError):
@@ -37,6 +37,23 @@ class Entry:
 
     def names(self) -> set[str]:
         return {name for names in self.public for name in names}
+
+
+def top_entries(config: ModelConfig) -> list[Entry]:
+    """Embedding, final norm and head. A tied head is written out for readers that do not tie, and checked when read."""
+
+    def same_twice(parts: list[Tensor]) -> Tensor:
+        if not torch.equal(parts[0], parts[1]):
+            raise FormatError("tie_word_embeddings is true, but lm_head.weight differs from the embedding")
+        return parts[0]
+
+    result = [renamed("norm.weight", "model.norm.weight")]
+    embedding, head = "model.embed_tokens.weight", "lm_head.weight"
+    if config.tie_word_embeddings:
+        # Where the head is left out, as transformers does when it ties, the embedding stands for it.
+        names = ((embedding,), (head, embedding))
+        return [*result, Entry("embed_tokens.weight", names, same_twice, lambda tensor: [tensor, tensor.clone()])]
+    return [*result, renamed("embed_tokens.weight", embedding), renamed("lm_head.weight", head)]
 
 
 def renamed(ours: str, *public: str) -> Entry:
@@ -74,6 +91,13 @@ def expert_entries(ours: str, layer: str, moe: MoEConfig, folder: str, gate: str
         shared = [f"shared_experts.{part}.weight" for part in ("gate_proj", "up_proj", "down_proj")]
         result += [renamed(ours + name, public + name) for name in shared]
     return result
+
+
+def check_supported(public: Mapping[str, Any], supported: Mapping[str, tuple[Any, ...]]) -> None:
+    """A config that asks for another computation must not load as this one."""
+    for key, values in supported.items():
+        if public.get(key) is not None and public[key] not in values:
+            raise FormatError(f"{key}={public[key]!r} is not supported: expected {' or '.join(map(repr, values))}")
 
 
 def require(public: Mapping[str, Any], key: str) -> Any:

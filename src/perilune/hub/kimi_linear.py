@@ -7,6 +7,8 @@ Units and names that differ from ours, all of them here:
 - experts are one tensor each (w1 gate, w3 up, w2 down), ours are stacked.
 - a residual site is a norm weight [d] and a projection [1, d] (`self_attention_res_norm`, `self_attention_res_proj`).
 - `mla_use_nope` is the absence of a rope config.
+- transformers' own configs say `layer_types`, `mlp_layer_types`, `linear_head_dim`, ... instead of the lists above.
+- transformers never ties a Kimi-Linear head, so a tied one is written out as `lm_head.weight` too.
 transformers 5.22 writes the dense MLP of a Kimi-Linear model under `block_sparse_moe.` too; both are read.
 """
 
@@ -15,8 +17,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from perilune.hub.entries import Entry, FormatError, expert_entries, renamed, require, reshaped
+from perilune.hub.entries import (
+    Entry,
+    FormatError,
+    check_supported,
+    expert_entries,
+    renamed,
+    require,
+    reshaped,
+    top_entries,
+)
 from perilune.model import KDAConfig, MLAConfig, ModelConfig, MoEConfig, RopeConfig
+from perilune.model.config import LayerType
 
 PUBLIC_TYPE = "kimi_linear"
 OWN_TYPE = "perilune"
@@ -75,6 +87,7 @@ def _moe_to_public(config: ModelConfig) -> dict[str, Any]:
         "moe_renormalize": moe.moe_renormalize,
         "num_expert_group": moe.num_expert_group,
         "topk_group": moe.topk_group,
+        "router_bias_update_rate": moe.bias_update_rate,
     }
 
 
@@ -127,6 +140,8 @@ def rope_from_public(public: dict[str, Any]) -> RopeConfig:
         "rope_theta": public.get("rope_theta"),
     }
     kind = given.get("rope_type", given.get("type", "default"))
+    if given.get("attention_factor") is not None:
+        raise FormatError(f"rope attention_factor={given['attention_factor']!r} is not supported: give mscale instead")
     theta = given.get("rope_theta") or 10_000.0
     interleaved = bool(public.get("rope_interleave", True))
     if kind == "default":
@@ -145,26 +160,68 @@ def rope_from_public(public: dict[str, Any]) -> RopeConfig:
     )
 
 
-def from_public(public: dict[str, Any]) -> ModelConfig:
-    linear = require(public, "linear_attn_config")
+SUPPORTED = {
+    "hidden_act": ("silu",),
+    "moe_router_activation_func": ("sigmoid",),
+    "moe_layer_freq": (1,),
+    "attention_bias": (False,),
+    "use_grouped_topk": (True, False),
+}
+"""Keys that change what the model computes, and the values it can compute."""
+
+
+def _layer_types(public: dict[str, Any], linear: dict[str, Any]) -> tuple[LayerType, ...]:
+    """From transformers' list of names, or from the checkpoint's lists that count from 1."""
     layers = require(public, "num_hidden_layers")
-    full = set(require(linear, "full_attn_layers"))
-    if full | set(require(linear, "kda_layers")) != set(range(1, layers + 1)):
+    if public.get("layer_types"):
+        kinds: dict[str, LayerType] = {"linear_attention": "kda", "full_attention": "mla"}
+        unknown = set(public["layer_types"]) - set(kinds)
+        if unknown or len(public["layer_types"]) != layers:
+            raise FormatError(
+                f"layer_types is {public['layer_types']!r}, expected {layers} names out of {', '.join(kinds)}"
+            )
+        return tuple(kinds[name] for name in public["layer_types"])
+    full, kda = set(require(linear, "full_attn_layers")), set(require(linear, "kda_layers"))
+    if full | kda != set(range(1, layers + 1)) or full & kda:
         raise FormatError(
-            f"linear_attn_config names layers {sorted(full | set(linear['kda_layers']))}, expected each of 1..{layers} "
+            f"linear_attn_config lists {sorted(full)} and {sorted(kda)}, expected each of 1..{layers} once "
             "(the lists count from 1)"
         )
+    return tuple("mla" if index + 1 in full else "kda" for index in range(layers))
+
+
+def _dense_layers(public: dict[str, Any]) -> int:
+    """How many layers, from the first on, have a dense MLP."""
+    kinds = public.get("mlp_layer_types")
+    if not kinds:
+        return public.get("first_k_dense_replace", 1)
+    dense = sum(kind == "dense" for kind in kinds)
+    if list(kinds) != ["dense"] * dense + ["sparse"] * (len(kinds) - dense):
+        raise FormatError(f"mlp_layer_types is {kinds!r}: dense layers after the first sparse one are not supported")
+    return dense
+
+
+def from_public(public: dict[str, Any]) -> ModelConfig:
+    check_supported(public, SUPPORTED)
+    linear = {
+        "head_dim": public.get("linear_head_dim"),
+        "num_heads": public.get("linear_num_heads"),
+        "short_conv_kernel_size": public.get("linear_conv_kernel_dim", 4),
+    }
+    linear = {name: value for name, value in linear.items() if value is not None}
+    linear |= public.get("linear_attn_config") or {}
+    layers = require(public, "num_hidden_layers")
     residual, block_sublayers = "plain", 4
     if public.get("attn_res_full"):
         residual = "attnres"
     elif public.get("attn_res_block_size"):
         residual, block_sublayers = "block_attnres", 2 * public["attn_res_block_size"]
-    dense = public.get("first_k_dense_replace", 1)
+    dense = _dense_layers(public)
     return ModelConfig(
         vocab_size=require(public, "vocab_size"),
         hidden_size=require(public, "hidden_size"),
         num_hidden_layers=layers,
-        layer_types=tuple("mla" if i + 1 in full else "kda" for i in range(layers)),
+        layer_types=_layer_types(public, linear),
         kda=KDAConfig(
             num_heads=require(linear, "num_heads"),
             head_dim=require(linear, "head_dim"),
@@ -213,14 +270,13 @@ def _moe_from_public(public: dict[str, Any], dense: int) -> MoEConfig:
         moe_renormalize=public.get("moe_renormalize", True),
         num_expert_group=public.get("num_expert_group", 1),
         topk_group=public.get("topk_group", 1),
+        bias_update_rate=public.get("router_bias_update_rate", MoEConfig.bias_update_rate),
     )
 
 
 def entries(config: ModelConfig) -> list[Entry]:
     """How every tensor of the model maps to public tensors."""
-    result = [renamed("embed_tokens.weight", "model.embed_tokens.weight"), renamed("norm.weight", "model.norm.weight")]
-    if not config.tie_word_embeddings:
-        result.append(renamed("lm_head.weight", "lm_head.weight"))
+    result = top_entries(config)
     if config.residual != "plain":
         result += _site("out_res", "model.output_attn_res")
     for index, kind in enumerate(config.layer_pattern()):

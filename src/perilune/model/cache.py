@@ -27,7 +27,8 @@ class MLACache:
     buffer: Tensor | None = None
 
     def append(self, latent_BTR: Tensor) -> Tensor:
-        """Add new tokens; returns all latents so far, [B, length, R]."""
+        """Add new tokens; returns all latents so far, [B, length, R]. The cache keeps no gradients."""
+        latent_BTR = latent_BTR.detach()
         end = self.length + latent_BTR.shape[1]
         if self.buffer is None or self.buffer.shape[1] < end:
             batch, _, rank = latent_BTR.shape

@@ -1,7 +1,7 @@
 """Everything that decides a decoder's shape. Keys follow the public Kimi configs where their units agree."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
@@ -11,6 +11,7 @@ from perilune.model.moe import MoEConfig
 
 LayerType = Literal["kda", "mla"]
 ComputeDtype = Literal["float32", "bfloat16", "float64"]
+Residual = Literal["plain", "attnres", "block_attnres"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +27,7 @@ class ModelConfig:
     """Width of the dense SwiGLU."""
     moe: MoEConfig | None = None
     """None: every layer is dense."""
-    residual: Literal["plain", "attnres", "block_attnres"] = "block_attnres"
+    residual: Residual = "block_attnres"
     block_sublayers: int = 4
     """Sublayers (two per layer) in one block of block_attnres."""
     rms_norm_eps: float = 1e-5
@@ -39,6 +40,15 @@ class ModelConfig:
         for name in ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "block_sublayers"):
             if getattr(self, name) < 1:
                 raise ValueError(f"model.{name} must be at least 1, got {getattr(self, name)!r}")
+        for name, choices in (
+            ("residual", get_args(Residual)),
+            ("compute_dtype", get_args(ComputeDtype)),
+        ):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"model.{name} is {getattr(self, name)!r}, expected one of {', '.join(choices)}")
+        for kind in self.layer_types or ():
+            if kind not in get_args(LayerType):
+                raise ValueError(f"model.layer_types holds {kind!r}, expected only {', '.join(get_args(LayerType))}")
         if self.layer_types is not None and len(self.layer_types) != self.num_hidden_layers:
             raise ValueError(
                 f"model.layer_types names {len(self.layer_types)} layers but num_hidden_layers is "

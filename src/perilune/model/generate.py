@@ -1,5 +1,6 @@
 """Decoding without a server: prefill, then one token at a time through the cache, as a stream of token ids."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -22,12 +23,14 @@ class SamplingConfig:
     def __post_init__(self) -> None:
         if self.max_new_tokens < 0:
             raise ValueError(f"max_new_tokens must be >= 0, got {self.max_new_tokens!r}")
-        if self.temperature < 0:
-            raise ValueError(f"temperature must be >= 0 (0 is greedy), got {self.temperature!r}")
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature must be >= 0 (0 is greedy) and finite, got {self.temperature!r}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p!r}")
         if self.top_k < 0:
             raise ValueError(f"top_k must be >= 0 (0 keeps all), got {self.top_k!r}")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed must be in [0, 2**63), got {self.seed!r}")
 
 
 @torch.no_grad()
@@ -40,8 +43,14 @@ def generate(
     forbidden: Sequence[int] = (),
 ) -> Iterator[int]:
     """Yield new token ids one by one; ends before a stop token. `forbidden` ids are never sampled."""
-    if not prompt:
+    tokens = [int(token) for token in prompt]
+    vocab_size = model.config.vocab_size
+    if not tokens:
         raise ValueError("the prompt must hold at least one token: begin with the document-start token")
+    if not all(0 <= token < vocab_size for token in tokens):
+        raise ValueError(f"the prompt holds {max(tokens)!r} and {min(tokens)!r}, expected ids in [0, {vocab_size})")
+    if len(set(forbidden)) >= vocab_size:
+        raise ValueError(f"all {vocab_size} tokens are forbidden: nothing is left to sample")
     was_training = model.training
     model.eval()
     try:
@@ -49,15 +58,16 @@ def generate(
         generator = torch.Generator(device="cpu").manual_seed(sampling.seed)
         banned = torch.tensor(list(forbidden), dtype=torch.long)
         cache = model.new_cache()
-        hidden = model.hidden(torch.tensor([list(prompt)], device=device), cache=cache)
+        feed = tokens
         for _ in range(sampling.max_new_tokens):
+            hidden = model.hidden(torch.tensor([feed], device=device), cache=cache)
             logits = model.logits(hidden[0, -1]).float().cpu()
             logits[banned] = float("-inf")
             token = pick(logits, sampling, generator)
             if token in stop:
                 return
             yield token
-            hidden = model.hidden(torch.tensor([[token]], device=device), cache=cache)
+            feed = [token]
     finally:
         model.train(was_training)
 
@@ -66,7 +76,8 @@ def pick(logits_V: Tensor, sampling: SamplingConfig, generator: torch.Generator)
     """One sample from softmax(logits / temperature) cut to top-k and the smallest set of mass top-p."""
     if sampling.temperature == 0:
         return int(logits_V.argmax())
-    logits_V = logits_V / sampling.temperature
+    # Relative to the largest first: a tiny temperature must make the others -inf, not the largest inf.
+    logits_V = (logits_V - logits_V.max()) / sampling.temperature
     if 0 < sampling.top_k < logits_V.numel():
         logits_V = logits_V.masked_fill(logits_V < logits_V.topk(sampling.top_k).values[-1], float("-inf"))
     probabilities, order = logits_V.softmax(-1).sort(descending=True)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 IGNORED = -100
 """Target value of a position that does not count."""
@@ -21,13 +22,13 @@ CHUNK_ELEMENTS = 2**23
 
 def cross_entropy_sum(hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor) -> Tensor:
     """Sum of -log p(target) over valid targets, a float32 scalar (float64 for float64 inputs)."""
-    return _LinearCrossEntropy.apply(hidden_ND, weight_VD, targets_N)
+    needs_grad = torch.is_grad_enabled() and (hidden_ND.requires_grad or weight_VD.requires_grad)
+    return _LinearCrossEntropy.apply(hidden_ND, weight_VD, targets_N, needs_grad)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        needs_grad = ctx.needs_input_grad[0] or ctx.needs_input_grad[1]
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, needs_grad: bool) -> Tensor:
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         used = weight.to(hidden.dtype)
         rows = max(1, CHUNK_ELEMENTS // weight.shape[0])
@@ -55,7 +56,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (grad_loss,) = grad_outputs
         grad_hidden, grad_weight = ctx.saved_tensors
-        return grad_hidden * grad_loss.to(grad_hidden.dtype), grad_weight * grad_loss.to(grad_weight.dtype), None
+        return grad_hidden * grad_loss.to(grad_hidden.dtype), grad_weight * grad_loss.to(grad_weight.dtype), None, None

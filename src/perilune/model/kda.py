@@ -36,6 +36,9 @@ class KDAConfig:
     """beta in [0, 2] instead of [0, 1]."""
 
     def __post_init__(self) -> None:
+        for name in ("num_heads", "head_dim", "short_conv_kernel_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"kda.{name} must be at least 1, got {getattr(self, name)!r}")
         if self.gate_lower_bound is not None and not self.gate_lower_bound < 0:
             raise ValueError(
                 f"kda.gate_lower_bound must be negative (a bound on the log decay, e.g. -5.0) or None for the softplus "

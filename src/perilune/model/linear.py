@@ -4,9 +4,13 @@ Parameters are always float32 (the master weights). A layer casts its weight to 
 the compute dtype of the whole model is decided in one place: where the embedding casts its output. No autocast.
 """
 
+from collections.abc import Mapping
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from perilune.optim.matrices import Adam, Layout
 
 
 class Linear(nn.Linear):
@@ -38,6 +42,9 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(at_least_float32(x), self.weight.shape, self.weight, self.eps).to(x.dtype)
+
+    def logical_matrices(self) -> Mapping[str, Layout]:
+        return {"weight": Adam(weight_decay=True)}
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"

@@ -41,6 +41,13 @@ class MLAConfig:
     """None is NoPE (`mla_use_nope`)."""
 
     def __post_init__(self) -> None:
+        for name in ("num_attention_heads", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"mla.{name} must be at least 1, got {getattr(self, name)!r}")
+        if self.qk_rope_head_dim < 0:
+            raise ValueError(f"mla.qk_rope_head_dim must be at least 0, got {self.qk_rope_head_dim!r}")
+        if self.q_lora_rank is not None and self.q_lora_rank < 1:
+            raise ValueError(f"mla.q_lora_rank must be at least 1, or None for none, got {self.q_lora_rank!r}")
         if self.rope is not None and self.qk_rope_head_dim % 2:
             raise ValueError(f"mla.qk_rope_head_dim must be even to be rotated, got {self.qk_rope_head_dim!r}")
 

@@ -9,7 +9,7 @@ No auxiliary loss. Counts grow in training forwards only; evaluation and the rec
 leave them alone.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -69,7 +69,9 @@ class Router(nn.Module):
 
     def forward(self, x_ND: Tensor) -> tuple[Tensor, Tensor]:
         config = self.config
-        scores = torch.sigmoid(F.linear(at_least_float32(x_ND), self.weight))
+        wide = at_least_float32(x_ND)
+        with torch.autocast(wide.device.type, enabled=False):
+            scores = torch.sigmoid(F.linear(wide, self.weight.to(wide.dtype)))
         experts = self._select(scores.detach() + self.e_score_correction_bias)
         weights = scores.gather(1, experts)
         if config.moe_renormalize:
@@ -98,6 +100,16 @@ class Router(nn.Module):
         imbalance = self.counts.max() / mean.clamp(min=1e-20)
         self.counts.zero_()
         return imbalance
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Router":
+        """Moves like any module, but the bias and the counts stay float32: a bf16 bias soon stops moving by 1e-3."""
+        bias, counts = self.e_score_correction_bias, self.counts
+        super()._apply(fn, recurse)
+        for name, kept in (("e_score_correction_bias", bias), ("counts", counts)):
+            moved = getattr(self, name)
+            if moved.dtype in (torch.bfloat16, torch.float16):
+                setattr(self, name, kept.to(moved.device))
+        return self
 
     def discard_counts(self) -> None:
         self.counts.zero_()

@@ -96,7 +96,7 @@ def read_run(folder: Path) -> RunRecords:
         try:
             record = json.loads(line)
             kind, step = record["kind"], int(record["step"])
-        except (ValueError, KeyError, TypeError, RecursionError):
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             # What follows the last line break is a record still being written.
             records.num_unreadable += position < len(lines) - 1
             continue
