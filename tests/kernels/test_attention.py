@@ -1,11 +1,14 @@
 """Attention over packed documents: every path against the dense definition, the definition against torch's SDPA."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from perilune.kernels.attention import attention, tiled
 from perilune.kernels.attention.flex import document_mask, why_not
@@ -219,6 +222,117 @@ def test_expanded_and_strided_inputs_are_accepted() -> None:
     views = attention(both[..., :6], shared, both[..., 6:], backend="tiled")
     copies = attention(*(x.contiguous() for x in (both[..., :6], shared, both[..., 6:])), backend="tiled")
     assert_same(list(views), list(copies))
+
+
+POISONS = [math.nan, math.inf, -math.inf]
+
+
+def poisoned(name: str, position: int, poison: float, *, length: int) -> dict[str, Tensor]:
+    """q, k, v and the gradient of the output, all finite but for one entry in every head."""
+    q, k, v = (x.detach() for x in inputs(length, dtype=torch.float32))
+    grad_o = torch.randn(1, length, 4, 5, generator=torch.Generator().manual_seed(1))
+    tensors = {"q": q, "k": k, "v": v, "grad_o": grad_o}
+    tensors[name][0, position, :, 2] = poison
+    return tensors
+
+
+def results_of(tensors: dict[str, Tensor], cu_seqlens: Tensor | None) -> list[Tensor]:
+    leaves = [tensors[name].clone().requires_grad_() for name in ("q", "k", "v")]
+    o, _ = attention(*leaves, cu_seqlens=cu_seqlens, backend="tiled")
+    return [o.detach(), *torch.autograd.grad(o, leaves, tensors["grad_o"])]
+
+
+@pytest.mark.parametrize("poison", POISONS)
+@pytest.mark.parametrize("name", ["q", "k", "v", "grad_o"])
+@pytest.mark.parametrize("lengths", [[10, 10, 12], [130, 200, 70], [3, 150, 20, 20]], ids=str)
+def test_document_with_non_finite_values_leaves_other_documents_alone(
+    lengths: list[int], name: str, poison: float
+) -> None:
+    start, stop = lengths[0], lengths[0] + lengths[1]
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0)
+    tensors = poisoned(name, start + lengths[1] // 2, poison, length=sum(lengths))
+    healthy = {key: x.nan_to_num(0.0, 0.0, 0.0) for key, x in tensors.items()}
+    for mine, right in zip(results_of(tensors, cu_seqlens), results_of(healthy, cu_seqlens), strict=True):
+        # The broken document is cut into other tiles, the others keep theirs or lose their neighbours in a shared one:
+        # a sum of at most 200 terms in another order.
+        for part in (slice(0, start), slice(stop, None)):
+            torch.testing.assert_close(mine[:, part], right[:, part], rtol=1e-5, atol=1e-5)
+    if name != "grad_o":
+        assert not results_of(tensors, cu_seqlens)[0][:, start:stop].isfinite().all()
+
+
+@pytest.mark.parametrize("poison", POISONS)
+@pytest.mark.parametrize("name", ["q", "k", "v", "grad_o"])
+@pytest.mark.parametrize("position", [0, 37, 199])
+def test_non_finite_tokens_reach_only_pairs_the_mask_allows(position: int, name: str, poison: float) -> None:
+    tensors = poisoned(name, position, poison, length=200)
+    healthy = {key: x.nan_to_num(0.0, 0.0, 0.0) for key, x in tensors.items()}
+    (o, dq, dk, dv), right = results_of(tensors, None), results_of(healthy, None)
+    own = torch.arange(200) == position
+    before, after = torch.arange(200) < position, torch.arange(200) > position
+    # A query or its gradient belongs to one row and sends gradient to its keys, which are not later; a key or value is
+    # read by later rows, which send gradient to every key they read, and none of that comes from earlier rows' queries.
+    untouched = {
+        "q": [~own, ~own, after, after],
+        "grad_o": [own | ~own, ~own, after, after],
+        "k": [before, before, before & ~before, before & ~before],
+        "v": [before, before, before & ~before, before & ~before],
+    }[name]
+    for mine, expected, rows in zip((o, dq, dk, dv), right, untouched, strict=True):
+        torch.testing.assert_close(mine[:, rows], expected[:, rows], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype, huge", [(torch.float32, 1e30), (torch.float64, 1e200)])
+def test_forbidden_pairs_may_overflow(dtype: torch.dtype, huge: float) -> None:
+    q, k, v = (x.detach() for x in inputs(20, heads=1, kv_heads=1, dtype=dtype))
+    grad_o = torch.ones(1, 20, 1, 5, dtype=dtype)
+    # Query 3 overflows with a later key and with one of the other document, output gradient 4 with a later value. The
+    # pairs that are allowed stay small: zero queries, zero keys and one zero gradient.
+    q[0, 3], k[0, 8], k[0, 15], q[0, 8:10], q[0, 15:], k[0, :4] = huge, huge, huge, 0.0, 0.0, 0.0
+    grad_o[0, 4], v[0, 9], grad_o[0, 9] = huge, huge, 0.0
+    cu_seqlens = torch.tensor([0, 10, 20])
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    o, max_logit = attention(*leaves, cu_seqlens=cu_seqlens, backend="tiled")
+    expected, right = attention(*leaves, cu_seqlens=cu_seqlens, backend="reference")
+    torch.testing.assert_close(max_logit, right)
+    torch.testing.assert_close(o, expected)
+    assert max_logit.isfinite().all()
+    assert all(x.isfinite().all() for x in torch.autograd.grad(o, leaves, grad_o))
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers the number of elements of the largest tensor any operation returns."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for x in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(x, Tensor):
+                self.largest = max(self.largest, x.numel())
+        return result
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_memory_grows_with_the_length_and_not_with_its_square(kv_heads: int) -> None:
+    length, heads = 2048, 2
+    q, k, v = inputs(length, heads=heads, kv_heads=kv_heads, dtype=torch.float32)
+    # A tile of queries against one range of keys: the last range holds what KEY_TILE leaves over, and the diagonal.
+    bound = heads * tiled.QUERY_TILE * (tiled.KEY_TILE + tiled.QUERY_TILE)
+    assert bound < length * length / 10
+    with LargestTensor() as mode:
+        o, _ = attention(q, k, v, backend="tiled")
+        forward = mode.largest
+        o.sum().backward()
+    assert heads * tiled.QUERY_TILE * tiled.KEY_TILE <= forward <= bound and mode.largest <= bound
+
+
+def test_an_empty_batch_gives_empty_results() -> None:
+    q, k, v = inputs(7, batch=0)
+    for backend in ("tiled", "reference"):
+        o, max_logit, *gradients = outputs_and_gradients(q, k, v, backend=backend)
+        assert o.shape == (0, 7, 4, 5) and max_logit.tolist() == [-math.inf] * 4
+        assert [x.shape for x in gradients] == [q.shape, k.shape, v.shape]
 
 
 @pytest.mark.parametrize(

@@ -162,3 +162,17 @@ def test_noncontiguous_sources_equal_contiguous_ones() -> None:
 def test_wrong_input_is_named(sources: list[Tensor], backend: str | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         mix(sources, torch.zeros(8), eps=EPS, backend=backend)
+
+
+def test_queries_gains_and_sums_of_the_wrong_shape_are_named() -> None:
+    source, query = torch.zeros(4, 8), torch.zeros(8)
+    with pytest.raises(ValueError, match=r"queries has shape \(8,\), expected \[S, d\]"):
+        phase1([source], query, eps=EPS)
+    with pytest.raises(ValueError, match=r"query has shape \(1, 8\), expected \[d\]"):
+        mix([source], query[None], eps=EPS)
+    with pytest.raises(ValueError, match=r"gain has shape \(8,\), expected \[S, d\] = \(3, 8\)"):
+        phase1([source], torch.zeros(3, 8), gain=query, eps=EPS)
+    with pytest.raises(ValueError, match=r"gain has shape \(1,\), expected \[d\] = \(8,\)"):
+        mix([source], query, gain=torch.ones(1), eps=EPS)
+    with pytest.raises(ValueError, match=r"lse has shape \(1, 4\), expected .* \(4,\)"):
+        merge(source, torch.zeros(1, 4), source, query, eps=EPS)

@@ -1,5 +1,6 @@
 """Borders are read from the device once, and never remembered past a change."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -22,14 +23,36 @@ def test_borders_follow_the_tensor_through_changes_in_place_and_new_tensors() ->
         assert document_borders(inference, batch=1, num_tokens=10) == (0, 5, 10)
 
 
-def test_the_same_tensor_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    reads = []
-    original = torch.Tensor.tolist
-    monkeypatch.setattr(torch.Tensor, "tolist", lambda self: reads.append(1) or original(self))
-    borders = torch.tensor([0, 2, 6])
+def test_borders_follow_host_memory_that_is_filled_anew() -> None:
+    """A write through numpy does not raise the tensor's version."""
+    buffer = np.array([0, 3, 10])
+    borders = torch.from_numpy(buffer)
+    assert document_borders(borders, batch=1, num_tokens=10) == (0, 3, 10)
+    buffer[1] = 7
+    assert document_borders(borders, batch=1, num_tokens=10) == (0, 7, 10)
+
+
+class OnDevice(torch.Tensor):
+    """A host tensor that says it lives elsewhere and counts how often the host asks for its values."""
+
+    device = torch.device("meta")
+    reads = 0
+
+    def tolist(self) -> list[int]:
+        self.reads += 1
+        return super().tolist()
+
+
+def test_the_same_tensor_on_a_device_is_read_once_until_it_changes() -> None:
+    borders = torch.tensor([0, 2, 6]).as_subclass(OnDevice)
     for _ in range(3):
-        document_borders(borders, batch=1, num_tokens=6)
-    assert len(reads) == 1
+        assert document_borders(borders, batch=1, num_tokens=6) == (0, 2, 6)
+    assert borders.reads == 1
+    borders[1] = 5
+    assert document_borders(borders, batch=1, num_tokens=6) == (0, 5, 6)
+    other = torch.tensor([0, 1, 6]).as_subclass(OnDevice)
+    assert document_borders(other, batch=1, num_tokens=6) == (0, 1, 6)
+    assert (borders.reads, other.reads) == (2, 1)
 
 
 def test_training_works_after_inference_mode_saw_the_same_documents() -> None:

@@ -291,12 +291,18 @@ def test_half_precision_computes_in_float32(dtype: torch.dtype) -> None:
     assert all(gradients[f"d_{name}"].dtype == dtype for name in ("q", "k", "v", "g", "beta"))
 
 
-def test_autocast_does_not_lower_the_precision() -> None:
-    inputs = random_inputs(1, 40, 2, 8, 8, dtype=torch.float32)
-    plain = run(inputs.with_grad(), "chunked")
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        mixed = run(inputs.with_grad(), "chunked")
-    assert torch.equal(plain["output"], mixed["output"])
+@pytest.mark.parametrize("scale", [1e-30, 1e-22, 1e22, 0.0])
+def test_gradients_follow_a_scale_of_any_size(scale: float) -> None:
+    inputs = random_inputs(1, 20, 2, 8, 8, gates="weak", dtype=torch.float32)
+
+    def gradient(factor: float, backend: str, weight: float) -> Tensor:
+        q = inputs.q.clone().requires_grad_()
+        output, _ = kda(q, inputs.k, inputs.v, inputs.g, inputs.beta, scale=factor, qk_l2norm=True, backend=backend)
+        return torch.autograd.grad((output * weight).sum(), q)[0]
+
+    # The weight undoes the scale, so that the gradient itself stays in the number range; 20 float32 sums of 8.
+    weight = 1 / scale if scale else 1.0
+    assert relative_error(gradient(scale, "chunked", weight), gradient(scale, "reference", weight)) <= 1e-5
 
 
 def test_backward_can_run_twice_and_inputs_are_not_written() -> None:
@@ -350,6 +356,8 @@ def test_wrong_arguments_are_named() -> None:
         kda(q, k, v, g, beta, backend="fast")
     with pytest.raises(ValueError, match=r"k has shape \(2, 5, 2, 3\)"):
         kda(q, k[..., :3], v, g, beta)
+    with pytest.raises(ValueError, match=r"q has shape \(2, 5, 2, 0\): K = 0"):
+        kda(q[..., :0], k[..., :0], v, g[..., :0], beta)
     with pytest.raises(ValueError, match=r"beta has shape \(2, 5, 2, 1\)"):
         kda(q, k, v, g, beta.unsqueeze(-1))
     with pytest.raises(ValueError, match=r"cu_seqlens needs one packed row"):

@@ -100,3 +100,15 @@ def test_wrong_arguments_are_refused_with_name_value_and_expectation() -> None:
         short_conv(x, weight, cu_seqlens=torch.tensor([0, 7]))
     with pytest.raises(ValueError, match="backend='fast' is not a path"):
         short_conv(x, weight, backend="fast")
+    for tensors in ((x.long(), weight), (x, weight.long())):
+        with pytest.raises(TypeError, match="has dtype torch.int64, expected a floating point dtype"):
+            short_conv(*tensors)
+    with pytest.raises(TypeError, match="x has dtype torch.int64"):
+        short_conv_step(x[:, 0].long(), x.new_zeros(1, 5, 3), weight)
+
+
+@pytest.mark.parametrize("backend", ["shifted", "reference"])
+def test_no_documents_give_no_rows_and_no_states(backend: str) -> None:
+    x, weight, _ = inputs(0, 0)
+    y, state = short_conv(x, weight, cu_seqlens=torch.tensor([0]), output_final_state=True, backend=backend)
+    assert y.shape == (1, 0, 5) and state.shape == (0, 5, 3)

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import pickle
 
 import pytest
 import torch
@@ -92,6 +93,28 @@ def test_reloading_anywhere_changes_no_bit(events):
             set_optimizer_state_dict(model, optimizer, saved, options=options)
             optimizer.qk_clip.load_state_dict(statistics)
     assert_same(model, optimizer, steady_model, steady)
+
+
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))], ids=["copy", "pickle"]
+)
+def test_a_copied_model_and_optimizer_step_bit_by_bit_like_the_original(duplicate):
+    model, optimizer = build()
+    for step in range(2):
+        train(model, optimizer, step, step)
+    model.attention.recorder.update(torch.tensor([3.0, 0.01]))  # in the middle of a step
+    twin, twin_optimizer = duplicate((model, optimizer))
+    assert twin_optimizer.table() == optimizer.table()
+    for step in range(2, 5):
+        train(model, optimizer, step, step % 2)
+    original = copy.deepcopy(model.state_dict())
+    for step in range(2, 5):
+        train(twin, twin_optimizer, step, step % 2)
+    assert_same(model, optimizer, twin, twin_optimizer)
+    assert torch.equal(optimizer.qk_report.max_logits, twin_optimizer.qk_report.max_logits)
+    # The copy has moved its own parameters only.
+    assert all(torch.equal(value, original[name]) for name, value in model.state_dict().items())
+    twin_optimizer.load_state_dict(optimizer.state_dict())
 
 
 def test_every_parameter_has_state_from_the_start():

@@ -46,6 +46,42 @@ def test_norm_gains_can_be_left_undecayed():
     assert layouts_of(Model(), decay_norm_gains=False)["blocks.0.norm.weight"] == Adam(weight_decay=False)
 
 
+class NormedGate(nn.Module):
+    """Norm in the name, a declaration for one parameter, nothing said about the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def logical_matrices(self):
+        return {"scale": Adam(weight_decay=True)}
+
+
+class GateRMSNorm(NormedGate):
+    """Even the name of a norm."""
+
+
+class LibraryRMSNorm(nn.Module):
+    """As transformers writes them: no subclass of nn.RMSNorm, and no declaration."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+
+class Normaliser(LibraryRMSNorm):
+    """A vector called weight, in a class that only sounds like a norm."""
+
+
+def test_names_decide_only_for_modules_that_declare_nothing():
+    for declaring in (NormedGate(), GateRMSNorm()):
+        assert layouts_of(declaring) == {"weight": Adam(weight_decay=False), "scale": Adam(weight_decay=True)}
+    assert layouts_of(LibraryRMSNorm()) == {"weight": Adam(weight_decay=True)}
+    assert layouts_of(LibraryRMSNorm(), decay_norm_gains=False) == {"weight": Adam(weight_decay=False)}
+    assert layouts_of(Normaliser()) == {"weight": Adam(weight_decay=False)}
+
+
 def test_tied_parameters_appear_once_and_stay_with_the_embedding():
     layouts = layouts_of(Model(tied=True))
     assert layouts["embed.weight"] == Adam(weight_decay=True) and "head.weight" not in layouts

@@ -208,21 +208,14 @@ def test_statistics_round_trip_and_refuse_another_model():
         QKClip(GroupedAttention(8, 2, 2, 4)).load_state_dict(clip.state_dict())
 
 
-class NormedAttention(GroupedAttention):
-    def __init__(self) -> None:
-        super().__init__(8, 2, 2, 4)
-        self.q_norm = nn.RMSNorm(4)
-
-
 class DeclaredNormAttention(GroupedAttention):
     def qk_heads(self) -> QKHeads:
         weights = (self.q_proj.weight, self.k_proj.weight)
         return mha_heads(*weights, num_heads=2, recorder=self.recorder, qk_norm=True)
 
 
-@pytest.mark.parametrize("module", [NormedAttention(), DeclaredNormAttention(8, 2, 2, 4)], ids=["found", "declared"])
-def test_qk_norm_is_refused_with_the_way_out(module):
-    model = nn.ModuleDict({"attention": module})
+def test_qk_norm_is_refused_with_the_way_out():
+    model = nn.ModuleDict({"attention": DeclaredNormAttention(8, 2, 2, 4)})
     with pytest.raises(ValueError, match=r"'attention' normalises q or k.*qk_clip_tau=None"):
         QKClip(model)
     with pytest.raises(ValueError, match="QK-norm"):
@@ -230,10 +223,57 @@ def test_qk_norm_is_refused_with_the_way_out(module):
     assert MuonClip.for_model(model, lr=1e-3, qk_clip_tau=None).qk_clip is None
 
 
-def test_norms_of_latents_are_no_qk_norm():
+def test_names_inside_a_module_that_declares_its_heads_mean_nothing():
     module = LatentAttention(16, 2, 6, 4, 5, 12)
-    module.q_a_layernorm, module.kv_a_layernorm = nn.RMSNorm(12), nn.RMSNorm(8)
+    module.q_a_layernorm, module.q_norm = nn.RMSNorm(12), nn.RMSNorm(12)  # both on the latent
     assert QKClip(module).layers == ("",)
+
+
+class SharedProjection(GroupedAttention):
+    """q and k are the same projection (Reformer, arXiv 2001.04451)."""
+
+    def __init__(self) -> None:
+        super().__init__(16, 2, 2, 8)
+        self.k_proj = self.q_proj
+
+
+def test_a_projection_shared_by_q_and_k_is_scaled_once():
+    module = SharedProjection().double()
+    x = torch.randn(2, 5, 16, dtype=torch.float64) * 4
+    tau = float(module.max_logit(x).min() / 2)
+    clip = QKClip(module, tau)
+    module(x)
+    assert clip.apply().num_clipped == 2
+    torch.testing.assert_close(module.max_logit(x), torch.full((2,), tau, dtype=torch.float64), rtol=1e-12, atol=0)
+
+
+def test_a_parameter_of_two_layers_is_refused():
+    first, second = GroupedAttention(8, 2, 2, 4), GroupedAttention(8, 2, 2, 4)
+    second.k_proj.weight = first.k_proj.weight
+    with pytest.raises(ValueError, match=r"shape \(8, 8\) is scaled by '0' and again by '1'.*qk_clip_tau=None"):
+        QKClip(nn.ModuleList([first, second]))
+
+
+def test_a_layer_frozen_after_building_is_left_alone():
+    model = nn.ModuleList([GroupedAttention(8, 2, 2, 4), GroupedAttention(8, 2, 2, 4)])
+    clip = QKClip(model, tau=1.0)
+    model[0].k_proj.weight.requires_grad_(False)
+    before = copy.deepcopy(model.state_dict())
+    for module in model:
+        module.recorder.update(torch.tensor([4.0, 4.0]))
+    report = clip.apply()
+    assert report.num_clipped == 2 and clip.ever_clipped.tolist() == [[False, False], [True, True]]
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name] if name.startswith("0.") else before[name] * 0.5), name
+
+
+def test_a_broken_micro_batch_does_not_erase_the_maximum_of_the_others():
+    seen = torch.tensor([[5.0, 2.0], [math.nan, math.nan], [1.0, math.nan], [3.0, 4.0]])
+    for order in ([0, 1, 2, 3], [1, 0, 3, 2], [3, 2, 1, 0]):
+        recorder = MaxLogitRecorder(2)
+        for number in order:
+            recorder.update(seen[number])
+        assert recorder.value.tolist() == [5.0, 4.0]
 
 
 def test_wrong_declarations_are_named():

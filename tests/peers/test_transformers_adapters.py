@@ -1,6 +1,7 @@
 """MuonClip on transformers' Llama (GQA) and DeepSeek-V3 (MLA, experts), tiny and unmodified."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from transformers import (
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+from transformers.models.llama import modeling_llama
 
 from perilune.optim import Adam, ColumnBlocks, MuonClip, QKClip, RowBlocks, Stacked, Whole
 from perilune.optim.plan import plan_parameters
@@ -185,6 +187,34 @@ def test_the_cap_holds_in_training(name):
     assert losses[-1] < losses[0]
     # A controller, not a bound: one step, or the clip of the layer below, may pass tau a little.
     assert max(capped[1:]) <= 1.5 * tau
+
+
+def test_a_norm_on_q_is_found_by_name_in_modules_that_cannot_declare_it():
+    model = llama()
+    model.model.layers[1].self_attn.q_norm = nn.RMSNorm(8)
+    with pytest.raises(ValueError, match=r"'model.layers.1.self_attn' normalises q or k"):
+        QKClip(model)
+
+
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))], ids=["copy", "pickle"]
+)
+def test_a_copied_model_is_watched_for_its_own_optimizer(duplicate, monkeypatch):
+    model = llama().train()
+    enlarge_logits(model, 40.0)
+    optimizer = MuonClip.for_model(model, lr=1e-3, qk_clip_tau=10.0)
+    both = (model, optimizer)
+    # A fresh process has transformers' own table of attention functions, not the recording one.
+    table = modeling_llama.ALL_ATTENTION_FUNCTIONS._table
+    monkeypatch.setattr(modeling_llama, "ALL_ATTENTION_FUNCTIONS", table)
+    twin, twin_optimizer = duplicate(both)
+    inputs = batch()
+    for one, its_optimizer in (both, (twin, twin_optimizer)):
+        one(**inputs).loss.backward()
+        its_optimizer.step()
+    assert optimizer.qk_report.num_clipped > 0
+    assert torch.equal(optimizer.qk_report.max_logits, twin_optimizer.qk_report.max_logits)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
 
 
 def test_layouts_of_llama():

@@ -1,7 +1,8 @@
 """Borders of packed documents: `cu_seqlens` [N + 1] on the device, as checked numbers on the host.
 
-All operators of a step are given the same tensor, so the last answer is kept: on CUDA the host waits for it once per
-batch instead of once per operator.
+All operators of a step are given the same tensor, so the last answer is kept for tensors on a device: the host waits
+for it once per batch instead of once per operator. Host memory is read again each time: that costs nothing, and it may
+change without the tensor knowing (a numpy buffer that is filled anew).
 """
 
 import weakref
@@ -31,7 +32,7 @@ def document_borders(cu_seqlens: Tensor, *, batch: int, num_tokens: int) -> tupl
 def _on_host(cu_seqlens: Tensor) -> tuple[int, ...]:
     global _last
     # Inference tensors have no version counter, so a change in place could not be seen.
-    if cu_seqlens.is_inference():
+    if cu_seqlens.device.type == "cpu" or cu_seqlens.is_inference():
         return tuple(cu_seqlens.tolist())
     if _last is not None:
         owner, version, borders = _last

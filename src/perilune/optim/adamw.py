@@ -4,6 +4,10 @@
     p <- p (1 - lr decay) - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
 
 Gradients and states are float32 or wider; t is counted per parameter, so a parameter without gradient stands still.
+
+Not free of scale, as torch's is not: eps counts when gradients fall below 1e-8, and the square of a float32 gradient
+above about 1e20 leaves the number range. v is then infinite and stays so: that entry never moves again but by decay.
+Clip gradients, or skip a step whose norm is not sane.
 """
 
 from __future__ import annotations

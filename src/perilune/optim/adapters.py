@@ -14,7 +14,6 @@ import sys
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +25,21 @@ LLAMA = "transformers.models.llama.modeling_llama"
 DEEPSEEK_V3 = "transformers.models.deepseek_v3.modeling_deepseek_v3"
 QUERY_TILE = 256
 
-_recorders: WeakKeyDictionary[nn.Module, MaxLogitRecorder] = WeakKeyDictionary()
+# Where a watched module keeps its recorder: a plain attribute, so that copies of the module watch for themselves.
+ATTRIBUTE = "_perilune_max_logit"
+
+
+class WatchedLogits(MaxLogitRecorder):
+    """A recorder fed by the layer under `modeling`'s attention functions, which it lays again where it is unpickled."""
+
+    def __init__(self, num_heads: int, modeling: str) -> None:
+        super().__init__(num_heads)
+        self.modeling = modeling
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if self.modeling in sys.modules:
+            _record_calls(self.modeling)
 
 
 def _is_a(module: nn.Module, modeling: str, class_name: str) -> bool:
@@ -98,7 +111,7 @@ class _RecordingInterface:
         function = self._table.get_interface(name, default)
 
         def recorded(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> Any:
-            recorder = _recorders.get(module)
+            recorder = getattr(module, ATTRIBUTE, None)
             if recorder is not None and module.training:
                 recorder.update(_max_logit_of_call(module, query, key, mask, options))
             return function(module, query, key, value, mask, **options)
@@ -116,6 +129,13 @@ class _RecordingInterface:
 
 
 def _watch(module: nn.Module, num_heads: int, modeling: str) -> MaxLogitRecorder:
+    _record_calls(modeling)
+    if not hasattr(module, ATTRIBUTE):
+        setattr(module, ATTRIBUTE, WatchedLogits(num_heads, modeling))
+    return getattr(module, ATTRIBUTE)
+
+
+def _record_calls(modeling: str) -> None:
     file: ModuleType = sys.modules[modeling]
     table = getattr(file, "ALL_ATTENTION_FUNCTIONS", None)
     if not hasattr(table, "get_interface"):
@@ -125,7 +145,6 @@ def _watch(module: nn.Module, num_heads: int, modeling: str) -> MaxLogitRecorder
         )
     if not isinstance(table, _RecordingInterface):
         vars(file)["ALL_ATTENTION_FUNCTIONS"] = _RecordingInterface(table)
-    return _recorders.setdefault(module, MaxLogitRecorder(num_heads))
 
 
 def _max_logit_of_call(module: nn.Module, query: Tensor, key: Tensor, mask: Any, options: Mapping[str, Any]) -> Tensor:

@@ -31,7 +31,7 @@ class MaxLogitRecorder:
         self._seen = False
 
     def update(self, max_logit: Tensor) -> None:
-        """Take the elementwise maximum with `max_logit` [heads]."""
+        """Take the elementwise maximum with `max_logit` [heads]; NaN (a broken micro-batch) erases nothing."""
         if self._owner is not None and not self._owner.training:
             return
         if max_logit.shape != self.value.shape:
@@ -39,7 +39,7 @@ class MaxLogitRecorder:
                 f"max_logit has shape {tuple(max_logit.shape)}; expected {tuple(self.value.shape)}, one entry a head"
             )
         max_logit = max_logit.detach()
-        self.value = torch.maximum(self.value, max_logit) if self._seen else max_logit.clone()
+        self.value = torch.fmax(self.value, max_logit) if self._seen else max_logit.clone()
         self._seen = True
 
     def reset(self) -> None:
@@ -66,7 +66,7 @@ class QKHeads:
     """The heads of one attention module. Build one by `mha_heads`, `gqa_heads` or `mla_heads`.
 
     `balanced_rows` is the second GQA rule where there is one, with `group_of_head` [num_heads]. `qk_norm=True` declares
-    that q or k is normalised after the projection, which QK-Clip refuses.
+    that q or k is normalised after the projection, which QK-Clip refuses; nobody guesses it from names.
     """
 
     num_heads: int
@@ -94,15 +94,18 @@ def mha_heads(
     k_bias: nn.Parameter | None = None,
     qk_norm: bool = False,
 ) -> QKHeads:
-    """Multi-head attention: rows of head h are contiguous in q_weight and k_weight [num_heads * head_dim, in]."""
+    """Multi-head attention: rows of head h are contiguous in q_weight and k_weight [num_heads * head_dim, in].
+
+    q and k may share a parameter: scaled once by sqrt(gamma), it enters the logit twice.
+    """
+    parameters = {id(each): each for each in (q_weight, k_weight, q_bias, k_bias) if each is not None}
     rows = tuple(
         RowScaling(
             parameter=parameter,
             head_of_row=(head := _contiguous_heads(parameter, num_heads)),
             exponent=_constant(head, 0.5),
         )
-        for parameter in (q_weight, k_weight, q_bias, k_bias)
-        if parameter is not None
+        for parameter in parameters.values()
     )
     return QKHeads(num_heads=num_heads, rows=rows, recorder=recorder, qk_norm=qk_norm)
 

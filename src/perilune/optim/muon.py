@@ -14,6 +14,9 @@ What a parameter holds is decided in plan.py and shown by `table()`; matrices of
 one stack. State exists from the start for every parameter, so checkpoints have the same entries whatever got a
 gradient. Parameters without a gradient are left alone: no decay, no momentum. Gradients are only read. No step waits
 for the device when the learning rate is a float.
+
+Muon's half ignores the scale of a gradient at any finite size. AdamW's does not (see adamw.py): clip or skip steps
+whose gradients explode.
 """
 
 from __future__ import annotations
@@ -30,12 +33,13 @@ from perilune.kernels.newton_schulz import orthogonalize
 from perilune.optim.adamw import adamw_update, new_adamw_state
 from perilune.optim.matrices import Adam, Layout, blocks
 from perilune.optim.plan import PlannedParameter, plan_parameters
-from perilune.optim.qk_clip import ClipReport, QKClip, find_heads
+from perilune.optim.qk_clip import ClipReport, QKClip, find_heads, is_frozen
 from perilune.optim.stacks import Stack, gather, members_of, plan_stacks
 from perilune.optim.table import GroupRow, format_rows, group_rows
 
 MUON, ADAM_DECAY, ADAM = "muon", "adam_decay", "adam"
 CONVENTION = "average"
+OWN_ATTRIBUTES = ("per_head", "coefficients", "orthogonalize_dtype", "qk_clip", "qk_report", "_layouts", "_names")
 
 
 class MuonClip(torch.optim.Optimizer):
@@ -128,7 +132,8 @@ class MuonClip(torch.optim.Optimizer):
         qk_clip_tau: largest attention logit QK-Clip allows; None switches it off, infinity only watches and reports.
         gqa: its rule for shared keys.
         per_head: orthogonalise declared head blocks apart instead of whole projections. adam_lr, adam_weight_decay:
-        default to lr and weight_decay. decay_norm_gains: also decay gains of norms, as Moonlight. coefficients: a
+        default to lr and weight_decay. decay_norm_gains: also decay gains of norms, as Moonlight; only where the
+        default rule decides, so not for modules that declare their own (use overrides there). coefficients: a
         Newton-Schulz set of perilune.kernels.newton_schulz, or one (a, b, c) a step. orthogonalize_dtype: None takes
         bfloat16 where the device multiplies it in hardware, else float32. Results then differ between machines in the
         third digit of an update; give it to pin them. overrides: layout by parameter name or pattern, e.g.
@@ -252,6 +257,11 @@ class MuonClip(torch.optim.Optimizer):
                 state["momentum_buffer"] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
         return state
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For copy.deepcopy and pickle: torch keeps only its own three entries. Copy or pickle the model along with
+        the optimizer, as one object, or the copy steps parameters of its own. Stacks are planned again."""
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in OWN_ATTRIBUTES}, "_stacks": {}}
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Groups follow from the plan of the model; there is no way to add one that knows its layouts."""
         if param_group.get("name") not in (MUON, ADAM_DECAY, ADAM):
@@ -362,18 +372,27 @@ def fast_dtype(device_type: str) -> torch.dtype:
 
 def _clip_for(model: nn.Module, tau: float, gqa: Literal["query", "balanced"]) -> QKClip | None:
     # A frozen projection must not move, and scaling only the rest of a layer's rows would not be exact.
-    heads = {
-        name: layer
-        for name, layer in find_heads(model).items()
-        if all(scaled.parameter.requires_grad for scaled in (*layer.rows, *layer.balanced_rows))
-    }
+    found = find_heads(model)
+    heads = {name: layer for name, layer in found.items() if not is_frozen(layer, gqa)}
+    half_frozen = [
+        name
+        for name, layer in found.items()
+        if name not in heads and any(each.parameter.requires_grad for each in (*layer.rows, *layer.balanced_rows))
+    ]
+    if half_frozen:
+        warnings.warn(
+            f"QK-Clip leaves out {', '.join(map(repr, half_frozen))}: one of the q and k projections there is frozen, "
+            "the other is not, and their logits may grow. Freeze or train both, or pass qk_clip_tau=None",
+            stacklevel=3,
+        )
     if heads:
         return QKClip(heads, tau, gqa=gqa)
-    warnings.warn(
-        f"qk_clip_tau={tau!r}, but no trainable attention module of {type(model).__name__} declares qk_heads(): "
-        "attention logits are not clipped. Implement perilune.optim.ClipsQK, or pass qk_clip_tau=None",
-        stacklevel=3,
-    )
+    if not half_frozen:
+        warnings.warn(
+            f"qk_clip_tau={tau!r}, but no trainable attention module of {type(model).__name__} declares qk_heads(): "
+            "attention logits are not clipped. Implement perilune.optim.ClipsQK, or pass qk_clip_tau=None",
+            stacklevel=3,
+        )
     return None
 
 

@@ -103,7 +103,10 @@ def _defaults(model: nn.Module, decay_norm_gains: bool) -> dict[int, Layout]:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    return isinstance(module, NORMS) or "norm" in type(module).__name__.lower()
+    """By type, or by class name for libraries that write their own; a module that declares itself is not guessed."""
+    if isinstance(module, DeclaresMatrices):
+        return False
+    return isinstance(module, NORMS) or type(module).__name__.endswith(("RMSNorm", "LayerNorm"))
 
 
 def _output_heads(model: nn.Module) -> set[int]:

@@ -12,6 +12,10 @@ all allowed pairs and all micro-batches). With gamma_h = tau / S_h where S_h > t
 Each rule multiplies the logits of head h by exactly gamma_h and those of no other head. It is a controller, not a
 bound: S was measured before the weights moved. Momentum is not touched.
 
+A layer with a frozen q or k parameter (requires_grad=False, also when frozen later) is left alone as a whole: scaling
+only the rest of its rows would change the logits by another factor. A trainable parameter that merely got no gradient
+in a step is scaled like any other.
+
 Works with any optimizer: attention modules implement `ClipsQK` and feed a `MaxLogitRecorder`; call `QKClip.apply()`
 after `optimizer.step()`. Nothing here waits for the device.
 """
@@ -39,12 +43,14 @@ __all__ = [
     "find_heads",
     "gamma_of",
     "gqa_heads",
+    "is_frozen",
     "mha_heads",
     "mla_heads",
     "refuse_qk_norm",
 ]
 
-# Modules that normalise q or k per head undo any scaling of the rows before them.
+# Modules that normalise q or k per head undo any scaling of the rows before them. Names are looked at only in modules
+# that adapters.py knows from outside; a module that implements ClipsQK says so itself by `qk_norm`.
 QK_NORM_NAMES = frozenset(
     ("q_norm", "k_norm", "qk_norm", "norm_q", "norm_k", "query_norm", "key_norm", "q_layernorm", "k_layernorm")
     + ("query_layernorm", "key_layernorm", "q_ln", "k_ln")
@@ -88,7 +94,7 @@ class QKClip:
         if gqa not in ("query", "balanced"):
             raise ValueError(f"gqa is {gqa!r}; expected 'query' or 'balanced'")
         self.tau = tau
-        self.gqa = gqa
+        self.gqa: Literal["query", "balanced"] = gqa
         self.process_group = process_group
         named = _as_named(heads)
         refuse_qk_norm(named)
@@ -100,15 +106,20 @@ class QKClip:
         self._scaled, self._index, self._exponent, self._group_exponent = self._flatten()
         self._group_index = self._flatten_groups()
 
-    def _rows(self, layer: QKHeads) -> tuple[RowScaling, ...]:
-        return layer.balanced_rows if self.gqa == "balanced" and layer.balanced_rows else layer.rows
-
     def _flatten(self) -> tuple[list[nn.Parameter], Tensor, Tensor, Tensor]:
         """One long vector over all rows of all layers, so that a step costs a few kernels, not a few per layer."""
         parameters: list[nn.Parameter] = []
         index, exponent, group_exponent = [], [], []
+        owners: dict[int, str] = {}
         for number, layer in enumerate(self.heads):
-            for scaling in self._rows(layer):
+            for scaling in rows_of(layer, self.gqa):
+                first = owners.setdefault(id(scaling.parameter), self.layers[number])
+                if any(scaling.parameter is other for other in parameters):
+                    raise ValueError(
+                        f"a parameter of shape {tuple(scaling.parameter.shape)} is scaled by {first!r} and again by "
+                        f"{self.layers[number]!r}, so its logits would shrink twice; share it only within mha_heads, "
+                        "or pass qk_clip_tau=None"
+                    )
                 head = scaling.head_of_row.cpu()
                 if head.shape != scaling.parameter.shape[:1] or scaling.exponent.shape != head.shape:
                     raise ValueError(
@@ -166,6 +177,9 @@ class QKClip:
             dist.all_reduce(max_logits, op=dist.ReduceOp.MAX, group=self.process_group)
         self._place(max_logits.device)
         gamma = gamma_of(max_logits, self.tau)
+        for number, layer in enumerate(self.heads):
+            if is_frozen(layer, self.gqa):
+                gamma[number] = 1.0
         clipped = gamma < 1
         if self._scaled:
             multiplier = gamma.flatten()[self._index].pow(self._exponent)
@@ -207,6 +221,16 @@ class QKClip:
         self.last_max_logits = None if last is None else last.clone()
 
 
+def rows_of(layer: QKHeads, gqa: Literal["query", "balanced"]) -> tuple[RowScaling, ...]:
+    """What the chosen rule scales in this layer."""
+    return layer.balanced_rows if gqa == "balanced" and layer.balanced_rows else layer.rows
+
+
+def is_frozen(layer: QKHeads, gqa: Literal["query", "balanced"]) -> bool:
+    """Whether a parameter that the rule would scale must not move."""
+    return not all(scaling.parameter.requires_grad for scaling in rows_of(layer, gqa))
+
+
 def refuse_qk_norm(heads: Mapping[str, QKHeads]) -> None:
     """Raise for modules that declare a norm on q or k: it would undo the scaling, and bounds the logits by itself."""
     for name, layer in heads.items():
@@ -221,15 +245,17 @@ def find_heads(model: nn.Module) -> dict[str, QKHeads]:
     """Heads of every module that implements `ClipsQK`, and of transformers attention modules known to adapters.py."""
     found: dict[str, QKHeads] = {}
     for name, module in model.named_modules():
-        heads = _heads_of(module)
+        heads = module.qk_heads() if isinstance(module, ClipsQK) else _foreign_heads(module)
         if heads is not None:
-            norms = [child for child, part in module.named_modules() if _is_qk_norm(child, part)]
-            found[name] = replace(heads, qk_norm=heads.qk_norm or bool(norms))
+            found[name] = heads
     return found
 
 
-def _heads_of(module: nn.Module) -> QKHeads | None:
-    return module.qk_heads() if isinstance(module, ClipsQK) else transformers_heads(module)
+def _foreign_heads(module: nn.Module) -> QKHeads | None:
+    heads = transformers_heads(module)
+    if heads is None:
+        return None
+    return replace(heads, qk_norm=any(_is_qk_norm(name, part) for name, part in module.named_modules()))
 
 
 def _is_qk_norm(name: str, module: nn.Module) -> bool:

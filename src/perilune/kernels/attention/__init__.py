@@ -10,6 +10,7 @@ from perilune.kernels.attention import flex
 from perilune.kernels.attention.reference import reference_attention
 from perilune.kernels.attention.tiled import tiled_attention
 from perilune.kernels.documents import document_borders
+from perilune.kernels.precision import full_precision
 
 __all__ = ["attention"]
 
@@ -32,6 +33,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> None:
         )
 
 
+@full_precision
 def attention(
     q: Tensor,
     k: Tensor,
@@ -51,6 +53,9 @@ def attention(
 
     Returns o [B, Tq, H, Dv] in v's dtype, and max_logit [H], the maximum of scale * q.k over the batch and all allowed
     pairs, in float32 (float64 for float64 inputs), without gradient; -inf for a head without any pair.
+
+    With the tiled path NaN or infinity in a token reaches no earlier token and no other document, in the output and in
+    the gradients. The dense definition and flex multiply forbidden pairs by zero, so there it may.
     """
     _check(q, k, v, cu_seqlens)
     factor: float = q.shape[3] ** -0.5 if scale is None else scale

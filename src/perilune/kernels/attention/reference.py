@@ -6,7 +6,8 @@
 
 Shapes: q [B, Tq, H, D], k [B, Tk, Hkv, D], v [B, Tk, Hkv, Dv]; query head h reads key head h // (H / Hkv).
 Logits, softmax and sums are float32 (float64 for float64 inputs) whatever the input dtype.
-Memory is O(Tq * Tk): this file says what is right, `tiled.py` says it fast.
+Memory is O(Tq * Tk): this file says what is right, `tiled.py` says it fast. Only for non-finite inputs is this form too
+blunt: a forbidden pair has weight zero, and zero times a NaN in v is NaN.
 """
 
 import torch

@@ -10,17 +10,25 @@ Tiles follow the documents: a long document is cut into query tiles that read th
 the tile's own diagonal and nothing beyond; neighbouring short documents share one tile and a block-diagonal mask.
 Either way only the last `size` keys of a tile need a mask, because they sit at the same positions as its queries.
 
+Forbidden pairs count for nothing, whatever they hold. The mask overwrites, so an overflowing logit is gone; and a token
+with NaN or infinity gets a tile of its own, because the zero weight of a forbidden pair would not silence it. To know,
+every call adds up its inputs, for which the host waits on an accelerator.
+
 Legend: B batch, K key heads, G query heads per key head, T tokens, D query width, V value width;
 N = B x K (what a batched matmul loops over), R = G x tile size (its rows).
 """
 
 import math
+from bisect import bisect_left
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from perilune.kernels.precision import full_precision
 
 # Measured on 2 CPU cores with 8 heads of 48: smaller query tiles waste less above the diagonal but are bound by the
 # cost of starting operators; larger ones fall out of the cache.
@@ -29,6 +37,7 @@ KEY_TILE = 1024
 # A document shorter than this shares its tile with its neighbours.
 SHORT_DOCUMENT = 64
 LOG2_E = math.log2(math.e)
+BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,19 +100,75 @@ def plan_tiles(borders: tuple[int, ...], offset: int) -> tuple[Tile, ...]:
     return tuple(tiles)
 
 
+def isolate(tiles: tuple[Tile, ...], tokens: tuple[int, ...]) -> tuple[Tile, ...]:
+    """Cut the tiles so that each of `tokens` (query positions, rising) is alone in its tile.
+
+    A matrix product multiplies forbidden pairs by zero, which is harmless until a factor is not finite. Such a token
+    must therefore not share a tile with queries that may not see it, or with keys that its query may not see.
+    """
+    if not tokens:
+        return tiles
+    pieces: list[Tile] = []
+    for tile in tiles:
+        inside = tokens[bisect_left(tokens, tile.start) : bisect_left(tokens, tile.stop)]
+        if not inside or tile.size == 1:
+            pieces.append(tile)
+            continue
+        offset = tile.last_key - tile.stop
+        for start, stop in pairwise([tile.start, *(tile.start + border for border in tile.borders), tile.stop]):
+            first_key = start if tile.borders else tile.first_key
+            around = (cut for token in inside for cut in (token, token + 1) if start < cut < stop)
+            for at, end in pairwise(sorted({start, stop, *around})):
+                pieces.append(Tile(start=at, stop=end, first_key=first_key, last_key=end + offset))
+    return tuple(pieces)
+
+
+def _non_finite_tokens(*tensors: Tensor) -> tuple[int, ...]:
+    """Positions [B, T, ...] with NaN or infinity, in order. The sum of a tensor tells at little cost when to look."""
+    if not tensors:
+        return ()
+    totals = [x.sum().double() for x in tensors]
+    if bool(torch.stack(totals).isfinite().all()):
+        return ()
+    broken_T = torch.stack([~x.isfinite().all(dim=(0, 2, 3)) for x in tensors]).any(dim=0)
+    return tuple(broken_T.nonzero().flatten().tolist())
+
+
+def _isolate_broken(tiles: tuple[Tile, ...], queries: tuple[Tensor, ...], keys: tuple[Tensor, ...]) -> tuple[Tile, ...]:
+    """Give every token with a non-finite value its own tile; `queries` and `keys` are [B, T, heads, width]."""
+    if all(tile.size == 1 for tile in tiles):  # decoding: no pair is forbidden
+        return tiles
+    offset = tiles[0].last_key - tiles[0].stop
+    broken = {*_non_finite_tokens(*queries), *(token - offset for token in _non_finite_tokens(*keys))}
+    return isolate(tiles, tuple(sorted(broken)))
+
+
 @lru_cache(maxsize=256)
-def _mask_bias(size: int, borders: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[size, size] with -inf for later keys and, where documents share the tile, for keys of other documents."""
+@torch.inference_mode(False)  # a cached inference tensor could never be used in training
+def _masks(size: int, borders: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Bits of [size, size]: all ones for allowed pairs; the bits of -inf for forbidden ones.
+
+    Forbidden are later keys and, where documents share the tile, keys of other documents.
+    """
     bias = torch.full((size, size), float("-inf"), dtype=dtype, device=device).triu_(1)
     for border in borders:
         bias[border:, :border] = float("-inf")
-    return bias
+    forbidden = bias.view(BITS[dtype])
+    return torch.where(forbidden == 0, -1, 0).to(forbidden.dtype), forbidden
 
 
-def _mask(logits_NRT: Tensor, tile: Tile) -> None:
-    """Adding -inf is several times faster on CPU than masked_fill with a boolean."""
-    corner = logits_NRT.unflatten(1, (-1, tile.size))[..., -tile.size :]
-    corner += _mask_bias(tile.size, tile.borders, logits_NRT.dtype, logits_NRT.device)
+def _mask(x_NRT: Tensor, tile: Tile, *, with_minus_inf: bool) -> None:
+    """Overwrite forbidden pairs with -inf or 0, whatever they hold: NaN and infinity too.
+
+    Adding -inf would keep a NaN. masked_fill is seven times slower on CPU than these operations on the bits.
+    """
+    if tile.size == 1:
+        return
+    allowed, minus_inf = _masks(tile.size, tile.borders, x_NRT.dtype, x_NRT.device)
+    corner = x_NRT.view(allowed.dtype).unflatten(1, (-1, tile.size))[..., -tile.size :]
+    corner &= allowed
+    if with_minus_inf:
+        corner |= minus_inf
 
 
 def _by_key_head(x: Tensor, num_kv_heads: int) -> Tensor:
@@ -135,7 +200,7 @@ def _attend_range(
     first, last = key_range
     weights_NRT = torch.baddbmm(q_NRD[:, :1, :1], q_NRD, k_NTD[:, first:last].mT, beta=0, alpha=scale)
     if last == tile.last_key:
-        _mask(weights_NRT, tile)
+        _mask(weights_NRT, tile, with_minus_inf=True)
     max_NR1 = weights_NRT.amax(dim=-1, keepdim=True)
     if max_so_far is not None:
         max_NR1 = torch.maximum(max_NR1, max_so_far)
@@ -158,6 +223,7 @@ class _TiledAttention(torch.autograd.Function):
         o_BKGTV = _by_key_head(o, num_kv_heads)
         lse_BKGT = q.new_zeros(*heads, num_queries, dtype=dtype)
         max_BKGT = q.new_full((*heads, num_queries), float("-inf"), dtype=dtype)
+        tiles = _isolate_broken(tiles, (q,), (k, v))
         for tile in tiles:
             queries = slice(tile.start, tile.stop)
             q_NRD = q_NGTD[:, :, queries].flatten(1, 2)
@@ -185,6 +251,7 @@ class _TiledAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @full_precision
     def backward(ctx, grad_o: Tensor, _grad_max_logit: Tensor):
         q, k, v, o, lse_BKGT = ctx.saved_tensors
         dtype, scale, num_kv_heads = lse_BKGT.dtype, ctx.scale, k.shape[2]
@@ -198,7 +265,7 @@ class _TiledAttention(torch.autograd.Function):
         dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q, k, v))
         dq_BKGTD, dk_BK1TD, dv_BK1TV = (_by_key_head(x, num_kv_heads) for x in (dq, dk, dv))
         dk_BKTD, dv_BKTV = dk_BK1TD[:, :, 0], dv_BK1TV[:, :, 0]
-        for tile in ctx.tiles:
+        for tile in _isolate_broken(ctx.tiles, (grad_o,), ()):
             queries = slice(tile.start, tile.stop)
             q_NRD, do_NRV = q_NGTD[:, :, queries].flatten(1, 2), do_NGTV[:, :, queries].flatten(1, 2)
             minus_lse_NR1 = minus_lse_NGT[:, :, queries].flatten(1, 2)[..., None]
@@ -207,10 +274,13 @@ class _TiledAttention(torch.autograd.Function):
                 k_tile, v_tile = k_NTD[:, first:last], v_NTV[:, first:last]
                 weights_NRT = torch.baddbmm(minus_lse_NR1, q_NRD, k_tile.mT, alpha=scale * LOG2_E)
                 if last == tile.last_key:
-                    _mask(weights_NRT, tile)
+                    _mask(weights_NRT, tile, with_minus_inf=True)
                 weights_NRT.exp2_()
                 dv_BKTV[:, :, first:last] += torch.bmm(weights_NRT.mT, do_NRV).unflatten(0, heads[:2])
                 ds_NRT = torch.baddbmm(minus_delta_NR1, do_NRV, v_tile.mT).mul_(weights_NRT)
+                if last == tile.last_key:
+                    # The weight is zero there, but do_i . v_j or delta_i may not be finite.
+                    _mask(ds_NRT, tile, with_minus_inf=False)
                 dq_NRD = torch.baddbmm(q_NRD[:, :1, :1], ds_NRT, k_tile, beta=0, alpha=scale)
                 dq_BKGTD[..., queries, :] += dq_NRD.view(*heads, tile.size, -1)
                 dk_NTD = torch.baddbmm(q_NRD[:, :1, :1], ds_NRT.mT, q_NRD, beta=0, alpha=scale)
@@ -223,5 +293,5 @@ def tiled_attention(
 ) -> tuple[Tensor, Tensor]:
     """Return o [B, Tq, H, Dv] and max_logit [H]; `borders` are the document borders 0 = b_0 <= ... <= b_N = Tq."""
     num_queries, num_keys = q.shape[1], k.shape[1]
-    tiles = plan_tiles((0, num_queries) if borders is None else borders, num_keys - num_queries)
+    tiles = plan_tiles((0, num_queries) if borders is None else borders, num_keys - num_queries) if len(q) else ()
     return _TiledAttention.apply(q, k, v, scale, tiles)

@@ -11,11 +11,18 @@ from torch import Tensor
 
 from perilune.kernels.attnres.dense import compute_dtype, dense_merge, dense_phase1
 from perilune.kernels.attnres.reference import reference_merge, reference_mix, reference_phase1
+from perilune.kernels.precision import full_precision
 
 __all__ = ["merge", "mix", "phase1"]
 
 
-def _check(sources: Sequence[Tensor], width: int) -> None:
+def _check(sources: Sequence[Tensor], query: Tensor, gain: Tensor | None, *, query_shape: str) -> None:
+    name, dimensions = ("queries", 2) if query_shape == "[S, d]" else ("query", 1)
+    if query.dim() != dimensions:
+        raise ValueError(f"{name} has shape {tuple(query.shape)!r}, expected {query_shape}")
+    if gain is not None and gain.shape != query.shape:
+        raise ValueError(f"gain has shape {tuple(gain.shape)!r}, expected {query_shape} = {tuple(query.shape)!r}")
+    width = query.shape[-1]
     if not sources:
         raise ValueError("sources=[] is empty: a mix needs at least one source (the embedding)")
     for index, source in enumerate(sources):
@@ -38,6 +45,7 @@ def _direction(query: Tensor, gain: Tensor | None, dtype: torch.dtype) -> Tensor
     return query if gain is None else query * gain.to(query.dtype)
 
 
+@full_precision
 def phase1(
     sources: Sequence[Tensor], queries: Tensor, *, gain: Tensor | None = None, eps: float, backend: str | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -47,12 +55,13 @@ def phase1(
     Returns the mixes [S, ..., d] in the sources' dtype and the log-sum-exp of their scores [S, ...] in float32
     (float64 for float64 sources). Both carry gradient.
     """
-    _check(sources, queries.shape[-1])
+    _check(sources, queries, gain, query_shape="[S, d]")
     if not _is_dense(backend):
         return reference_phase1(sources, queries, gain=gain, eps=eps)
     return dense_phase1(list(sources), _direction(queries, gain, sources[0].dtype), eps)
 
 
+@full_precision
 def mix(
     sources: Sequence[Tensor], query: Tensor, *, gain: Tensor | None = None, eps: float, backend: str | None = None
 ) -> Tensor:
@@ -60,13 +69,14 @@ def mix(
 
     sources: each [..., d]; query [d]; gain [d] or None. A single source comes back unchanged.
     """
-    _check(sources, query.shape[-1])
+    _check(sources, query, gain, query_shape="[d]")
     if not _is_dense(backend):
         return reference_mix(sources, query, gain=gain, eps=eps)
     mixes, _ = dense_phase1(list(sources), _direction(query, gain, sources[0].dtype)[None], eps)
     return mixes[0]
 
 
+@full_precision
 def merge(
     o: Tensor,
     lse: Tensor,
@@ -81,7 +91,11 @@ def merge(
 
     o [..., d] and lse [...] are one query's slice of phase1's result for the same query and gain [d].
     """
-    _check([o, running], query.shape[-1])
+    _check([o, running], query, gain, query_shape="[d]")
+    if lse.shape != o.shape[:-1]:
+        raise ValueError(
+            f"lse has shape {tuple(lse.shape)!r}, expected that of o without the width, {(*o.shape[:-1],)!r}"
+        )
     if not _is_dense(backend):
         return reference_merge(o, lse, running, query, gain=gain, eps=eps)
     return dense_merge(o, lse, running, _direction(query, gain, running.dtype)[None], eps)

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from perilune.kernels.precision import full_precision
+
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """Scores, softmax and sums are float32, or float64 for float64 sources."""
@@ -78,6 +80,7 @@ class _Mix(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @full_precision
     def backward(ctx, grad_mixes: Tensor | None, grad_lse: Tensor | None):
         u_SD, score_ISN, r_IN, p_ISN, *sources = ctx.saved_tensors
         num_queries, width = u_SD.shape
@@ -132,6 +135,7 @@ class _Merge(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @full_precision
     def backward(ctx, grad_h: Tensor):
         o, running, u_1D, r_N, score_N, share_N = ctx.saved_tensors
         width = u_1D.shape[1]

@@ -20,6 +20,7 @@ from perilune.kernels.kda.chunked import chunked_kda
 from perilune.kernels.kda.gates import BoundedGate, Gate, SoftplusGate
 from perilune.kernels.kda.reference import l2norm, recurrent_kda
 from perilune.kernels.kda.reference import step as _reference_step
+from perilune.kernels.precision import full_precision
 
 __all__ = ["BACKENDS", "BoundedGate", "Gate", "SoftplusGate", "kda", "kda_step", "l2norm"]
 
@@ -31,6 +32,7 @@ BACKENDS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
 }
 
 
+@full_precision
 def kda(
     q: Tensor,
     k: Tensor,
@@ -77,6 +79,7 @@ def kda(
     return o, state if output_final_state else None
 
 
+@full_precision
 def kda_step(
     q: Tensor,
     k: Tensor,
@@ -127,7 +130,9 @@ def _compute_dtype(*tensors: Tensor | None) -> torch.dtype:
 def _check_sequence_shapes(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> None:
     if q.dim() != 4:
         raise ValueError(f"q has shape {tuple(q.shape)!r}, expected [B, T, H, K].")
-    batch, num_tokens, num_heads, _ = q.shape
+    batch, num_tokens, num_heads, key_dim = q.shape
+    if key_dim == 0:
+        raise ValueError(f"q has shape {tuple(q.shape)!r}: K = 0, expected at least one key channel.")
     value_dim = v.shape[-1] if v.dim() == 4 else "V"
     expected = {
         "k": (k, tuple(q.shape), "[B, T, H, K] like q"),

@@ -42,6 +42,7 @@ from perilune.kernels.kda.operands import (
     load,
     query_gradient,
 )
+from perilune.kernels.precision import full_precision
 
 # On CPU a segment's tensors should fit the caches. Elsewhere launches cost more than memory traffic: large segments,
 # and large chunks because the scan is serial.
@@ -84,8 +85,7 @@ def chunked_kda(
         needs_grad=torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors),
     )
     A_log, dt_bias = parameters or (None, None)
-    with torch.autocast(q_BTHK.device.type, enabled=False):
-        return _ChunkedKDA.apply(q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH, state, A_log, dt_bias, problem)
+    return _ChunkedKDA.apply(q_BTHK, k_BTHK, v_BTHV, g_BTHK, beta_BTH, state, A_log, dt_bias, problem)
 
 
 def _choose_layout(q_BTHK: Tensor, v_BTHV: Tensor, cu_seqlens: list[int] | None, dtype: torch.dtype) -> Layout:
@@ -153,12 +153,8 @@ class _ChunkedKDA(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @full_precision
     def backward(ctx: Any, d_output: Tensor, d_final: Tensor) -> tuple[Tensor | None, ...]:
-        with torch.autocast(d_output.device.type, enabled=False):
-            return _ChunkedKDA.gradients(ctx, d_output, d_final)
-
-    @staticmethod
-    def gradients(ctx: Any, d_output: Tensor, d_final: Tensor) -> tuple[Tensor | None, ...]:
         problem: Problem = ctx.problem
         layout = problem.layout
         q, k, v, g, beta, A_log, dt_bias, *saved = ctx.saved_tensors

@@ -94,9 +94,11 @@ def query_gradient(d_read_row: Tensor, operands: Operands, problem: Problem) -> 
     if operands.query_rstd is None:
         return d_read_row.mul_(problem.scale)
     read_row = operands.rows[:, 1]
-    inverse_square = 1 / problem.scale**2 if problem.scale else 0.0
-    along = (d_read_row * read_row).sum(-1, keepdim=True).mul_(inverse_square)
-    return d_read_row.addcmul_(read_row, along, value=-1).mul_(operands.query_rstd * problem.scale)
+    # One factor at each product: the square of a small scale would leave the number range. Below the normal numbers
+    # there is no inverse; the gradient, proportional to the scale, is lost to rounding there anyway.
+    inverse = 1 / problem.scale if abs(problem.scale) >= torch.finfo(problem.dtype).tiny else 0.0
+    along = (d_read_row * read_row).sum(-1, keepdim=True).mul_(inverse)
+    return d_read_row.addcmul_(read_row, along, value=-inverse).mul_(operands.query_rstd * problem.scale)
 
 
 def key_gradient(d_key: Tensor, operands: Operands) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 from perilune.kernels.newton_schulz.coefficients import COEFFICIENTS, Coefficients
 from perilune.kernels.newton_schulz.dense import dense_orthogonalize
 from perilune.kernels.newton_schulz.reference import reference_orthogonalize
+from perilune.kernels.precision import full_precision
 
 __all__ = ["COEFFICIENTS", "orthogonalize"]
 
@@ -29,6 +30,7 @@ def _resolve(coefficients: str | Sequence[tuple[float, float, float]]) -> Coeffi
     return COEFFICIENTS[coefficients]
 
 
+@full_precision
 @torch.no_grad()
 def orthogonalize(
     x: Tensor,

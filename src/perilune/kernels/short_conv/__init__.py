@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from perilune.kernels.documents import document_borders
+from perilune.kernels.precision import full_precision
 from perilune.kernels.short_conv.reference import reference_short_conv
 from perilune.kernels.short_conv.shifted import shifted_short_conv
 
@@ -28,6 +29,7 @@ BACKENDS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
 }
 
 
+@full_precision
 def short_conv(
     x: Tensor,
     weight: Tensor,
@@ -50,6 +52,7 @@ def short_conv(
     if x.dim() != 3:
         raise ValueError(f"x has shape {tuple(x.shape)!r}, expected [B, T, C].")
     batch, num_tokens, num_channels = x.shape
+    _check_floating(x=x, weight=weight, initial_state=initial_state)
     _check_weight(weight, num_channels, activation)
     if cu_seqlens is None:
         borders = [row * num_tokens for row in range(batch + 1)]
@@ -71,6 +74,7 @@ def short_conv(
     return y, state if output_final_state else None
 
 
+@full_precision
 def short_conv_step(
     x: Tensor, state: Tensor, weight: Tensor, *, activation: str | None = "silu"
 ) -> tuple[Tensor, Tensor]:
@@ -80,6 +84,7 @@ def short_conv_step(
     """
     if x.dim() != 2:
         raise ValueError(f"x has shape {tuple(x.shape)!r}, expected [B, C]: short_conv_step takes one token.")
+    _check_floating(x=x, weight=weight, state=state)
     _check_weight(weight, x.shape[1], activation)
     _check_state(state, (*x.shape, weight.shape[1] - 1), "state")
     dtype = _compute_dtype(x, weight, state)
@@ -91,6 +96,12 @@ def short_conv_step(
 def _compute_dtype(*tensors: Tensor | None) -> torch.dtype:
     is_double = any(x is not None and x.dtype == torch.float64 for x in tensors)
     return torch.float64 if is_double else torch.float32
+
+
+def _check_floating(**tensors: Tensor | None) -> None:
+    for name, x in tensors.items():
+        if x is not None and not x.is_floating_point():
+            raise TypeError(f"{name} has dtype {x.dtype!r}, expected a floating point dtype.")
 
 
 def _check_weight(weight: Tensor, num_channels: int, activation: str | None) -> None:

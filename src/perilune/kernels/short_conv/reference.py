@@ -32,4 +32,5 @@ def reference_short_conv(x_BTC: Tensor, weight_CW: Tensor, *, initial_state_NCW:
         states.append(context[:, context.shape[1] - width + 1 :])
     y_CT = torch.cat(outputs, dim=1) if outputs else x_CT
     y_CT = F.silu(y_CT) if activation == "silu" else y_CT
-    return y_CT.T.reshape(x_BTC.shape).to(x_BTC.dtype), torch.stack(states)
+    state_NCW = torch.stack(states) if states else x_CT.new_zeros(0, num_channels, width - 1)
+    return y_CT.T.reshape(x_BTC.shape).to(x_BTC.dtype), state_NCW

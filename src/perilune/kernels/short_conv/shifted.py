@@ -19,6 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from perilune.kernels.precision import full_precision
+
 BLOCK_BYTES = {"cpu": 1 << 20}
 DEFAULT_BLOCK_BYTES = 1 << 30  # on an accelerator launches cost more than memory
 
@@ -104,6 +106,7 @@ class _ShiftedConv(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @full_precision
     def backward(ctx: Any, dy_TC: Tensor) -> tuple[Tensor | None, ...]:
         x_TC, weight_CW, state_rows = ctx.saved_tensors
         found, silu, dtype = ctx.found, ctx.silu, ctx.dtype
