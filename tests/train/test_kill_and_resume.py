@@ -27,6 +27,8 @@ class Reference:
     phases: list[str]
     records: list[dict]
     tensors: dict[str, torch.Tensor]
+    saved_bytes: int
+    """What DCP writes in one save."""
 
 
 def outcome(folder: Path) -> tuple[list[dict], dict[str, torch.Tensor]]:
@@ -44,7 +46,14 @@ def reference(tmp_path_factory) -> Reference:
     config = tiny_run(root / "cache", **MOE_MODEL)
     assert killable_runs.finish(config, root, phases_to=root / "phases") == 0
     records, tensors = outcome(root / config.name)
-    return Reference(root / "cache", (root / "phases").read_text().splitlines(), records, tensors)
+    last = root / config.name / CHECKPOINTS / "step_00000006"
+    return Reference(
+        cache=root / "cache",
+        phases=(root / "phases").read_text().splitlines(),
+        records=records,
+        tensors=tensors,
+        saved_bytes=(last / "__0_0.distcp").stat().st_size + (last / ".metadata").stat().st_size,
+    )
 
 
 def assert_equal_to(reference: Reference, folder: Path) -> None:
@@ -86,6 +95,25 @@ def test_killed_inside_the_second_save_and_resumed_equals_uninterrupted(referenc
 @example(kills=[20, 3])
 def test_killed_anywhere_and_resumed_equals_uninterrupted(reference, tmp_path_factory, kills):
     kill_then_finish(reference, tmp_path_factory.mktemp("run"), kills)
+
+
+@settings(max_examples=3)
+@given(part=st.floats(0.0, 1.0), first_save=st.booleans())
+@example(part=0.5, first_save=False)
+@example(part=0.999, first_save=False)  # in .metadata, which DCP writes last
+def test_killed_while_the_files_of_a_save_are_written_equals_uninterrupted(
+    reference, tmp_path_factory, part, first_save
+):
+    root = tmp_path_factory.mktemp("run")
+    config = tiny_run(reference.cache, **MOE_MODEL)
+    # Saves differ by a few bytes of numbers in their names; the first has the same tensors as all others.
+    last_byte = max(1, int(part * 0.99 * reference.saved_bytes)) + (0 if first_save else reference.saved_bytes)
+    assert killable_runs.finish(config, root, kill_after_bytes=last_byte) == -9
+    checkpoints = root / config.name / CHECKPOINTS
+    (torn,) = checkpoints.glob(".partial-step_*")
+    assert torn.name == (".partial-step_00000002" if first_save else ".partial-step_00000004")
+    assert any(torn.iterdir()) and not (torn / "manifest.json").exists()
+    kill_then_finish(reference, root, [])
 
 
 @settings(max_examples=3)

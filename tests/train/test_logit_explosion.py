@@ -31,6 +31,7 @@ def runs(tmp_path_factory):
                 "micro_batch_rows": 16,
                 "eval_every": 0,
                 "checkpoint_every": 0,
+                "report": True,
             },
         )
         train(config, runs_folder=root, quiet=True)
@@ -52,6 +53,19 @@ def test_without_the_clip_logits_explode_and_with_it_they_stay_near_tau(runs):
     # step adds, here about a fifth.
     assert max(on[first + 1 :]) <= 1.5 * TAU
     assert sum(record["clipped_heads"] for record in curves["on"]) > 20
+
+
+def test_the_reports_show_the_explosion_and_the_limit(runs):
+    root, curves = runs
+    highest = {name: max(max(record["max_logit"]) for record in curve) for name, curve in curves.items()}
+    for name, note in (("off", "QK-Clip off"), ("on", "limit 30")):
+        page = (root / name / "report.html").read_text()
+        (figure,) = [part for part in page.split("<figure")[1:] if "Max attention logit" in part]
+        figure = figure.split("</figure>")[0]
+        assert "<svg" in figure
+        # The line at tau carries its name; without a clip there is none.
+        assert ("limit 30" in figure) is (name == "on")
+        assert note in page and f"{highest[name]:.1f}" in page
 
 
 def test_logits_recomputed_on_the_same_batch_right_after_the_clip_are_at_most_tau(runs):

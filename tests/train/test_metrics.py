@@ -1,14 +1,13 @@
 """Contracts of the metrics files."""
 
 import json
-import sys
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perilune.train.metrics import JsonLines, Throughput, open_sinks, peak_memory_bytes, scalars
+from perilune.train.metrics import JsonLines, Throughput, peak_memory_bytes
 
 
 @given(before=st.integers(0, 5), after=st.integers(0, 5), again=st.integers(0, 5))
@@ -37,48 +36,6 @@ def test_records_are_strict_json(tmp_path):
     log.close()
     line = (tmp_path / "metrics.jsonl").read_text()
     assert json.loads(line, parse_constant=pytest.fail) == {"loss": None, "max_logit": [1.0, None], "text": "ö"}
-
-
-def test_a_layer_list_becomes_one_curve_per_layer():
-    record = {"kind": "train", "step": 3, "loss": 1.5, "max_logit": [2.0, 4.0], "prompt": "x", "grad_norm": None}
-    assert scalars(record) == {"loss": 1.5, "max_logit/0": 2.0, "max_logit/1": 4.0}
-
-
-def test_tensorboard_files_hold_the_scalars(tmp_path):
-    (sink,) = open_sinks(tmp_path, tensorboard=True, tracker=None, name="toy", config={}, step=0)
-    sink.log({"kind": "train", "step": 7, "loss": 1.25, "max_logit": [3.0]})
-    sink.log({"kind": "sample", "step": 7, "prompt": "a", "text": "b"})
-    sink.close()
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(7, 1.25)]
-    assert events.Scalars("train/max_logit/0")[0].value == 3.0
-
-
-def test_a_tracker_is_used_when_asked_for_and_named_when_absent(tmp_path, monkeypatch):
-    calls = []
-
-    class Tracker:
-        def init(self, **settings):
-            calls.append(("init", settings["name"], settings["config"]))
-
-        def log(self, values):
-            calls.append(("log", values))
-
-        def finish(self):
-            calls.append("finish")
-
-    monkeypatch.setitem(sys.modules, "trackio", Tracker())
-    (sink,) = open_sinks(tmp_path, tensorboard=False, tracker="trackio", name="toy", config={"a": 1}, step=0)
-    sink.log({"kind": "train", "step": 7, "loss": 1.25})
-    sink.close()
-    assert calls == [("init", "toy", {"a": 1}), ("log", {"train/loss": 1.25, "step": 7}), "finish"]
-
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ValueError, match="wandb.*not installed"):
-        open_sinks(tmp_path, tensorboard=False, tracker="wandb", name="toy", config={}, step=0)
 
 
 def test_throughput_is_the_rate_over_the_window():

@@ -14,6 +14,7 @@ from perilune.optim import MuonClip
 from perilune.train import CheckpointError, Interrupted, RunError, TrainingStopped, checkpoint, load_run, train, trainer
 from perilune.train.config_file import from_plain, to_plain
 from perilune.train.metrics import TIMING_FIELDS
+from perilune.train.optimizer import Optimization
 from perilune.train.run_config import RunConfig
 from tests.train.tiny_runs import MOE, tiny_run
 
@@ -39,14 +40,14 @@ def final_tensors(folder):
 def started(config, folder):
     """A run that is ready for its first step, for tests that take steps by hand."""
     quiet = {"resume": False, "overwrite": False, "quiet": True, "on_phase": lambda phase: None}
-    return trainer.prepare(config, folder / config.name, **quiet)
+    return trainer.prepared(config, folder / config.name, **quiet)
 
 
 def gradients_of(config, folder):
-    run = started(config, folder)
-    batches = trainer.load_batches(run)
-    targets, _ = trainer.totals(batches, run.device)
-    loss = trainer.forward_backward(run.model, batches, targets)
+    with started(config, folder) as run:
+        batches = trainer.load_batches(run)
+        targets, _ = trainer.totals(batches, run.device)
+        loss = trainer.forward_backward(run.model, batches, targets)
     return len(batches), float(loss) / targets, {name: p.grad for name, p in run.model.named_parameters()}
 
 
@@ -74,9 +75,9 @@ def test_one_micro_batch_of_8_rows_equals_four_of_2(cache, tmp_path):
 
 
 def test_the_loss_is_per_valid_target(cache, tmp_path):
-    run = started(tiny_run(cache, trainer={"global_batch_rows": 8}), tmp_path)
-    batches = trainer.load_batches(run)
-    targets, text_bytes = trainer.totals(batches, run.device)
+    with started(tiny_run(cache, trainer={"global_batch_rows": 8}), tmp_path) as run:
+        batches = trainer.load_batches(run)
+        targets, text_bytes = trainer.totals(batches, run.device)
     assert targets == sum(int((batch.targets_BT != -100).sum()) for batch in batches) < 8 * 32
     with torch.no_grad():
         nats = [
@@ -88,25 +89,6 @@ def test_the_loss_is_per_valid_target(cache, tmp_path):
     total = trainer.forward_backward(run.model, batches, targets)
     assert float(total) == pytest.approx(float(sum(nats)), rel=1e-5)
     assert text_bytes > 0
-
-
-@pytest.mark.parametrize("kind", ["muonclip", "adamw"])
-def test_bf16_runs_keep_float32_weights_gradients_and_state(cache, tmp_path, kind):
-    moe = {"moe": MOE, "residual": "block_attnres", "block_sublayers": 2}
-    config = tiny_run(cache, model=moe, trainer={"precision": "bf16"}, optimizer={"kind": kind})
-    run = started(config, tmp_path)
-    seen = []
-    for layer in run.model.layers:
-        layer.mlp.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
-    for _ in range(2):
-        batches = trainer.load_batches(run)
-        trainer.forward_backward(run.model, batches, 100)
-        assert {p.grad.dtype for p in run.model.parameters() if p.grad is not None} == {torch.float32}
-        run.optimization.step()
-    assert set(seen) == {torch.bfloat16}
-    assert {p.dtype for p in run.model.parameters()} == {torch.float32}
-    state = checkpoint.optimizer_tensors(run.model, run.optimization.optimizer)
-    assert state and {value.dtype for value in state.values() if value.is_floating_point()} == {torch.float32}
 
 
 def test_router_bias_moves_once_per_step_and_not_in_validation(cache, tmp_path):
@@ -163,17 +145,27 @@ def break_steps(monkeypatch, broken, how):
 
 @pytest.mark.parametrize("how", ["loss", "gradient"])
 def test_a_step_that_is_not_finite_is_skipped_and_counted(cache, tmp_path, monkeypatch, how):
+    parts = {}
+    real = trainer.build_optimization
+
+    def capture(model, settings):
+        parts["model"], parts["optimizer"] = model, (built := real(model, settings)).optimizer
+        return built
+
+    monkeypatch.setattr(trainer, "build_optimization", capture)
     config = tiny_run(cache, model={"moe": MOE}, optimizer={"weight_decay": 0.5}, trainer={"checkpoint_every": 1})
-    run = started(replace(config, name="initial"), tmp_path)
-    before = {name: value.clone() for name, value in run.model.state_dict().items()}
+    with started(replace(config, name="initial"), tmp_path) as run:
+        before = {name: value.clone() for name, value in run.model.state_dict().items()}
     break_steps(monkeypatch, {0}, how)
-    phases = []
     captured = {}
 
     def on_phase(phase):
-        phases.append(phase)
-        if phase == "save:pruned" and not captured:
-            captured.update(final_tensors(tmp_path / "tiny"))
+        if phase == "step:optimizer" and not captured:
+            tensors = {
+                **checkpoint.model_tensors(parts["model"]),
+                **checkpoint.optimizer_tensors(parts["model"], parts["optimizer"]),
+            }
+            captured.update({name: tensor.clone() for name, tensor in tensors.items()})
 
     summary = train(config, runs_folder=tmp_path, quiet=True, on_phase=on_phase)
     assert summary["skipped_steps"] == 1
@@ -218,12 +210,88 @@ def test_statistics_of_a_skipped_step_are_forgotten(cache, tmp_path, monkeypatch
 def test_too_many_bad_steps_in_a_row_stop_the_run_and_keep_the_last_good_checkpoint(cache, tmp_path, monkeypatch):
     config = tiny_run(cache, trainer={"max_bad_steps": 3, "checkpoint_every": 2})
     break_steps(monkeypatch, {1, 3, 4, 5}, "loss")  # one alone, then three in a row
-    with pytest.raises(TrainingStopped, match=r"3 steps in a row.*step 6.*step_00000004"):
+    with pytest.raises(TrainingStopped, match=r"3 steps in a row.*step 6.*there is no checkpoint yet"):
+        # Steps 2 and 4, when a checkpoint is due, are bad ones.
         train(config, runs_folder=tmp_path, quiet=True)
     monkeypatch.undo()
-    assert checkpoint.find(tmp_path / "tiny/checkpoints").state["step"] == 4
+    break_steps(monkeypatch, {3, 4, 5}, "loss")
+    with pytest.raises(TrainingStopped, match=r"3 steps in a row.*step 6.*step_00000002.*--resume"):
+        train(config, runs_folder=tmp_path, quiet=True, overwrite=True)
+    monkeypatch.undo()
+    assert checkpoint.find(tmp_path / "tiny/checkpoints").state["step"] == 2
     summary = train(config, runs_folder=tmp_path, resume=True, quiet=True)
-    assert summary["steps"] == 6 and summary["skipped_steps"] == 2
+    assert summary["steps"] == 6 and summary["skipped_steps"] == 0
+
+
+def break_weights(monkeypatch, step):
+    """The optimizer step `step` (counted from 0) leaves a weight that is not finite, after a loss that was."""
+    real, counter = Optimization.step, iter(range(10**6))
+
+    def poisonous(self):
+        report = real(self)
+        if next(counter) == step:
+            with torch.no_grad():
+                self.optimizer.param_groups[0]["params"][0].view(-1)[0] = math.inf
+        return report
+
+    monkeypatch.setattr(Optimization, "step", poisonous)
+
+
+@pytest.mark.parametrize("keep_last", [1, 2])
+def test_bad_steps_do_not_evict_the_last_checkpoint_with_finite_weights(cache, tmp_path, monkeypatch, capfd, keep_last):
+    settings = {"steps": 20, "max_bad_steps": 5, "checkpoint_every": 1, "keep_last": keep_last}
+    break_weights(monkeypatch, 2)
+    with pytest.raises(TrainingStopped, match=r"5 steps in a row.*step 8.*the last good checkpoint is step_00000002"):
+        train(tiny_run(cache, trainer=settings), runs_folder=tmp_path)
+    assert "the weights of step 3 are not finite: not saved" in capfd.readouterr().err
+    found = checkpoint.find(tmp_path / "tiny/checkpoints")
+    assert found.state["step"] == 2 and found.messages == ()
+    assert all(tensor.isfinite().all() for name, tensor in final_tensors(tmp_path / "tiny").items() if "model." in name)
+
+
+@pytest.mark.parametrize("step", [3, 5])
+def test_a_run_that_ends_with_broken_weights_says_so_and_keeps_the_last_good_checkpoint(
+    cache, tmp_path, monkeypatch, step
+):
+    break_weights(monkeypatch, step)
+    last = {3: "step_00000002", 5: "step_00000004"}[step]
+    with pytest.raises(TrainingStopped, match=f"the weights after the last step, 6, are not finite.*{last}"):
+        train(tiny_run(cache), runs_folder=tmp_path, quiet=True)
+    assert checkpoint.find(tmp_path / "tiny/checkpoints").folder.name == last
+
+
+def test_the_count_of_bad_steps_in_a_row_begins_anew_on_resume(cache, tmp_path, monkeypatch):
+    config = tiny_run(cache, trainer={"max_bad_steps": 2, "checkpoint_every": 1, "steps": 2})
+    break_steps(monkeypatch, {1}, "loss")  # the last step: saved although it is bad
+    train(config, runs_folder=tmp_path, quiet=True)
+    assert checkpoint.find(tmp_path / "tiny/checkpoints").state["bad_in_a_row"] == 1
+    monkeypatch.undo()
+    break_steps(monkeypatch, {0}, "loss")
+    longer = tiny_run(cache, trainer={"max_bad_steps": 2, "checkpoint_every": 1, "steps": 4})
+    assert train(longer, runs_folder=tmp_path, resume=True, quiet=True)["skipped_steps"] == 2
+
+
+def test_a_bad_last_step_is_saved_beside_the_good_checkpoints(cache, tmp_path, monkeypatch):
+    break_steps(monkeypatch, {5}, "loss")
+    train(tiny_run(cache, trainer={"keep_last": 1}), runs_folder=tmp_path, quiet=True)
+    names = sorted(path.name for path in (tmp_path / "tiny/checkpoints").iterdir())
+    assert names == ["latest", "step_00000004", "step_00000006"]
+    assert checkpoint.find(tmp_path / "tiny/checkpoints").state["step"] == 6
+
+
+def test_ctrl_c_after_a_bad_step_keeps_the_last_good_checkpoint_and_says_so(cache, tmp_path, monkeypatch, capfd):
+    break_steps(monkeypatch, {2, 3}, "loss")
+    reached = []
+
+    def interrupt(phase):
+        reached.append(phase)
+        if phase == "step:backward" and reached.count(phase) == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(Interrupted):
+        train(tiny_run(cache), runs_folder=tmp_path, on_phase=interrupt)
+    assert "step 4 was not finite and is not saved: the last good checkpoint is step_00000002" in capfd.readouterr().err
+    assert checkpoint.find(tmp_path / "tiny/checkpoints").state["step"] == 2
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -246,7 +314,7 @@ def test_ctrl_c_saves_says_how_to_resume_and_the_resumed_run_is_the_same(cache, 
     assert stopped.value.code == code
     assert signal.getsignal(number) is before
     said = capfd.readouterr().err
-    assert "saved at step 3" in said and "perilune train tiny --resume" in said
+    assert f"saved at step 3; continue with `perilune train tiny --resume --runs {tmp_path}`" in said
     train(config, runs_folder=tmp_path, resume=True, quiet=True)
     train(replace(config, name="alone"), runs_folder=tmp_path, quiet=True)
     assert untimed(tmp_path / "tiny") == untimed(tmp_path / "alone")
@@ -308,22 +376,23 @@ def test_resume_refuses_another_model_or_data_and_names_what_differs(cache, tmp_
     assert [record["step"] for record in records(tmp_path / "tiny", "train")] == [1, 2]
 
 
-@pytest.mark.parametrize("what", ["data", "tokenizer"])
+@pytest.mark.parametrize("what", ["corpus", "tokenizer", "data"])
 def test_resume_refuses_another_fingerprint(cache, tmp_path, monkeypatch, what):
     config = tiny_run(cache)
     train(replace(config, trainer=replace(config.trainer, steps=2)), runs_folder=tmp_path, quiet=True)
-    if what == "data":
-        other = replace(config.data.corpus, seed=5)
-        # Same tokenizer, other documents: as when a file of the corpus was edited after the run began.
+    other = replace(config.data, corpus=replace(config.data.corpus, num_documents=61))
+    if what == "corpus":
+        # Another tokenizer and other rows follow from other documents; the cause is what is named.
+        config = replace(config, data=other)
+    else:
         real = trainer.open_data
 
         def edited(data, *, seed, progress):
-            opened = real(data, seed=seed)
-            return replace(opened, train=real(replace(data, corpus=other), seed=seed).train)
+            opened, from_other = real(data, seed=seed), real(other, seed=seed)
+            part = {"tokenizer": {"tokenizer": from_other.tokenizer}, "data": {"train": from_other.train}}[what]
+            return replace(opened, **part)
 
         monkeypatch.setattr(trainer, "open_data", edited)
-    else:
-        config = replace(config, data=replace(config.data, corpus=replace(config.data.corpus, num_documents=61)))
     with pytest.raises(RunError, match=f"the {what} fingerprint is .* but the checkpoint was trained with"):
         train(config, runs_folder=tmp_path, resume=True, quiet=True)
 
@@ -429,6 +498,21 @@ def test_config_survives_json_and_names_the_nearest_field():
         ({"trainer": {"grad_clip": 0.0}}, "trainer.grad_clip is 0.0"),
         ({"optimizer": {"lr": -1.0}}, "optimizer.lr is -1.0"),
         ({"name": "a/b"}, "name is 'a/b'"),
+        ({"seed": -1}, "seed is -1"),
+        ({"seed": 2**63}, f"seed is {2**63}"),
+        ({"seed": 0.5}, "seed is 0.5"),
+        ({"optimizer": {"lr": math.inf}}, "optimizer.lr is inf"),
+        ({"optimizer": {"lr": math.nan}}, "optimizer.lr is nan"),
+        ({"optimizer": {"weight_decay": -0.1}}, "optimizer.weight_decay is -0.1"),
+        ({"optimizer": {"momentum": 1.0}}, "optimizer.momentum is 1.0"),
+        ({"optimizer": {"momentum": math.nan}}, "optimizer.momentum is nan"),
+        ({"optimizer": {"adam_betas": (0.9, 1.0)}}, r"optimizer.adam_betas is \(0.9, 1.0\)"),
+        ({"optimizer": {"adam_betas": (0.9,)}}, r"optimizer.adam_betas is \(0.9,\)"),
+        ({"optimizer": {"orthogonalize_dtype": "int8"}}, "optimizer.orthogonalize_dtype is 'int8'"),
+        ({"trainer": {"sample_temperature": -1.0}}, "trainer.sample_temperature is -1.0"),
+        ({"trainer": {"sample_temperature": math.inf}}, "trainer.sample_temperature is inf"),
+        ({"trainer": {"grad_clip": math.nan}}, "trainer.grad_clip is nan"),
+        ({"trainer": {"tracker": "mlflow"}}, "trainer.tracker is 'mlflow'"),
         ({"data": {"vocab_size": 10_000}}, "model.vocab_size is 320, smaller than data.vocab_size=10000"),
     ],
 )
@@ -449,7 +533,8 @@ def test_compiled_parts_train_to_the_same_loss(cache, tmp_path):
 
 
 def test_muonclip_is_what_a_run_trains_with(cache, tmp_path):
-    assert isinstance(started(tiny_run(cache), tmp_path).optimization.optimizer, MuonClip)
+    with started(tiny_run(cache), tmp_path) as run:
+        assert isinstance(run.optimization.optimizer, MuonClip)
 
 
 def test_a_folder_that_cannot_be_written_is_one_clear_error(cache, tmp_path):

@@ -14,6 +14,7 @@ import torch
 from perilune.data import (
     Corpus,
     CorpusConfig,
+    CorpusSummary,
     PackedDataset,
     Progress,
     Tokenizer,
@@ -39,6 +40,7 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RunData:
+    corpus: CorpusSummary
     tokenizer: Tokenizer
     train: PackedDataset
     valid: ValidationSet | None
@@ -51,6 +53,7 @@ def open_data(config: DataConfig, *, seed: int, progress: Progress | None = None
     tokenizer = train_tokenizer(corpus, config.vocab_size, cache_dir=config.cache_dir, progress=progress)
     stores = tokenize_corpus(corpus, tokenizer, cache_dir=config.cache_dir, progress=progress)
     return RunData(
+        corpus=corpus.summary,
         tokenizer=tokenizer,
         train=PackedDataset(stores.train, config.seq_len, seed),
         valid=ValidationSet(stores.valid, config.seq_len) if stores.valid.num_tokens else None,

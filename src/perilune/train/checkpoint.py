@@ -73,36 +73,37 @@ def save(
     step: int,
     tensors: Mapping[str, torch.Tensor],
     state: Mapping[str, Any],
-    keep_last: int,
+    keep_last: int | None,
     on_phase: OnPhase = lambda phase: None,
 ) -> Path:
-    """Write one complete checkpoint, point `latest` at it, then drop all but the newest `keep_last`."""
+    """Write one complete checkpoint, point `latest` at it, then drop all but the newest `keep_last` (None: no one)."""
     name = f"{PREFIX}{step:08d}"
     partial, target = root / f"{PARTIAL}{name}", root / name
     try:
-        if ranks.rank() == 0:
-            _remove(partial)
-            partial.mkdir(parents=True)
-        ranks.barrier()
+        with ranks.Together():
+            if ranks.rank() == 0:
+                _remove(partial)
+                partial.mkdir(parents=True)
         on_phase("save:begin")
-        _write_tensors(partial, tensors)
-        ranks.barrier()
+        _write_tensors(partial, tensors)  # DCP tells every rank when one of them fails
         on_phase("save:tensors")
-        if ranks.rank() == 0:
-            _write_json(partial / STATE, dict(state))
-            _write_json(partial / MANIFEST, _manifest(partial))
-            _fsync(partial)
-            on_phase("save:manifest")
-            _move_into_place(partial, target, on_phase)
-            on_phase("save:renamed")
-            _point_latest(root, name, on_phase)
-            on_phase("save:latest")
-            _prune(root, newest=step, keep_last=keep_last)
-            on_phase("save:pruned")
-        ranks.barrier()
+        with ranks.Together():
+            if ranks.rank() == 0:
+                _write_json(partial / STATE, dict(state))
+                _write_json(partial / MANIFEST, _manifest(partial))
+                _fsync(partial)
+                on_phase("save:manifest")
+                _move_into_place(partial, target, on_phase)
+                on_phase("save:renamed")
+                _point_latest(root, name, on_phase)
+                on_phase("save:latest")
+                if keep_last is not None:
+                    _prune(root, newest=step, keep_last=keep_last)
+                on_phase("save:pruned")
     except BaseException as error:
-        for leftover in (partial, root / f"{PARTIAL}{LATEST}"):
-            _remove(leftover)
+        if ranks.rank() == 0:
+            for leftover in (partial, root / f"{PARTIAL}{LATEST}"):
+                _remove(leftover)
         cause = _operating_system_error(error)
         if cause is None:
             raise

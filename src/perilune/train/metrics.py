@@ -1,4 +1,4 @@
-"""Where the numbers of a run go: metrics.jsonl always, TensorBoard and a tracker when asked for.
+"""The numbers of a run: metrics.jsonl, and the clock and memory readings that go into it.
 
 metrics.jsonl is the record the report reads and the only one that takes part in exact resume: a checkpoint stores its
 length in bytes, and resuming cuts off what was written after. One JSON object a line:
@@ -10,7 +10,6 @@ length in bytes, and resuming cuts off what was written after. One JSON object a
 function of config and seed.
 """
 
-import importlib
 import json
 import math
 import os
@@ -21,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import torch
 
@@ -69,83 +68,6 @@ def _without_non_finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_without_non_finite(entry) for entry in value]
     return value
-
-
-class Sink(Protocol):
-    """A further place for records; it may be slow, absent or lossy without changing the run."""
-
-    def log(self, record: Record) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class TensorBoardSink:
-    """Event files under `folder`; on resume the events after `step` are marked as purged."""
-
-    def __init__(self, folder: Path, *, step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(str(folder), purge_step=step + 1 if step else None)
-
-    def log(self, record: Record) -> None:
-        step, kind = record["step"], record["kind"]
-        if kind == "sample":
-            self._writer.add_text(f"sample/{record['prompt']}", record["text"], step)
-            return
-        for name, value in scalars(record).items():
-            self._writer.add_scalar(f"{kind}/{name}", value, step)
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class TrackerSink:
-    """Weights & Biases or trackio: both offer `init(project=, name=, config=)`, `log(dict)` and `finish()`."""
-
-    def __init__(self, module: str, *, name: str, config: Record) -> None:
-        try:
-            self._tracker: Any = importlib.import_module(module)
-        except ImportError as error:
-            raise ValueError(f"trainer.tracker is {module!r}, which is not installed: pip install {module}") from error
-        self._tracker.init(project="perilune", name=name, config=dict(config))
-
-    def log(self, record: Record) -> None:
-        if record["kind"] != "sample":
-            values = {f"{record['kind']}/{name}": value for name, value in scalars(record).items()}
-            self._tracker.log({**values, "step": record["step"]})
-
-    def close(self) -> None:
-        self._tracker.finish()
-
-
-def open_sinks(
-    folder: Path,
-    *,
-    tensorboard: bool,
-    tracker: Literal["wandb", "trackio"] | None,
-    name: str,
-    config: Record,
-    step: int,
-) -> list[Sink]:
-    sinks: list[Sink] = []
-    if tensorboard:
-        sinks.append(TensorBoardSink(folder / "tensorboard", step=step))
-    if tracker is not None:
-        sinks.append(TrackerSink(tracker, name=name, config=config))
-    return sinks
-
-
-def scalars(record: Record) -> dict[str, float]:
-    """The plottable numbers of a record; a per-layer list becomes one curve a layer."""
-    values: dict[str, float] = {}
-    for name, value in record.items():
-        if name in ("kind", "step"):
-            continue
-        if isinstance(value, list | tuple):
-            values.update({f"{name}/{index}": v for index, v in enumerate(value) if isinstance(v, int | float)})
-        elif isinstance(value, int | float):
-            values[name] = value
-    return values
 
 
 class Throughput:

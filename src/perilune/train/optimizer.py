@@ -34,8 +34,19 @@ class OptimizerConfig:
             raise ValueError(f'optimizer.kind is {self.kind!r}, expected "muonclip" or "adamw"')
         for name in ("lr", "adam_lr", "qk_clip_tau"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
+            if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"optimizer.{name} is {value!r}, expected a positive number")
+        if not 0 <= self.weight_decay < math.inf:
+            raise ValueError(f"optimizer.weight_decay is {self.weight_decay!r}, expected 0 or more")
+        if not 0 <= self.momentum < 1:
+            raise ValueError(f"optimizer.momentum is {self.momentum!r}, expected a number in [0, 1)")
+        if len(self.adam_betas) != 2 or not all(0 <= beta < 1 for beta in self.adam_betas):
+            raise ValueError(f"optimizer.adam_betas is {self.adam_betas!r}, expected two numbers in [0, 1)")
+        if self.orthogonalize_dtype not in ("auto", "float32", "bfloat16"):
+            raise ValueError(
+                f"optimizer.orthogonalize_dtype is {self.orthogonalize_dtype!r}, expected "
+                '"auto", "float32" or "bfloat16"'
+            )
 
 
 class Optimization:

@@ -6,45 +6,48 @@ from types import TracebackType
 
 from perilune.train import ranks
 from perilune.train.config_file import to_plain
-from perilune.train.metrics import JsonLines, Record, Sink, open_sinks
+from perilune.train.metrics import JsonLines, Record
 from perilune.train.progress import TrainingProgress
 from perilune.train.run_config import RunConfig
-from perilune.train.run_folder import METRICS, RunError
+from perilune.train.run_folder import METRICS, RunError, resume_command
+from perilune.train.sinks import Sinks, TensorBoardSink, start_tracker
 
 
 class Outputs:
     """Context manager. Ranks other than 0 write nothing and say nothing.
 
-    `metrics_bytes` is where the checkpoint's metrics ended; what was written after it belongs to steps to be repeated.
+    Entering it starts what lies outside the run's folder, the tracker; `open_files` comes once the folder is ours.
     """
 
-    def __init__(self, config: RunConfig, folder: Path, *, quiet: bool, step: int, metrics_bytes: int) -> None:
-        self._name = config.name
-        self._sinks: list[Sink] = []
+    def __init__(self, config: RunConfig, folder: Path, *, quiet: bool) -> None:
+        self._config = config
+        self._folder = folder
+        self._sinks = Sinks(warn=self.say)
         self.metrics: JsonLines | None = None
-        self.progress = TrainingProgress(total_steps=config.trainer.steps, done=step, quiet=quiet or ranks.rank() != 0)
-        if ranks.rank() == 0:
-            self.metrics = JsonLines(folder / METRICS)
-            self.metrics.cut_to(metrics_bytes)
-            self._sinks = open_sinks(
-                folder,
-                tensorboard=config.trainer.tensorboard,
-                tracker=config.trainer.tracker,
-                name=config.name,
-                config=to_plain(config),
-                step=step,
-            )
+        self.progress = TrainingProgress(total_steps=config.trainer.steps, quiet=quiet or ranks.rank() != 0)
 
     def __enter__(self) -> "Outputs":
+        if ranks.rank() == 0 and self._config.trainer.tracker is not None:
+            tracker = start_tracker(self._config.trainer.tracker, name=self._config.name, config=to_plain(self._config))
+            self._sinks.add("trainer.tracker", lambda: tracker)
         self.progress.__enter__()
         return self
+
+    def open_files(self, *, step: int, metrics_bytes: int) -> None:
+        """`metrics_bytes` is where the metrics ended at `step`; what comes after belongs to steps to be repeated."""
+        self.progress.start_at(step)
+        if ranks.rank() == 0:
+            self.metrics = JsonLines(self._folder / METRICS)
+            self.metrics.cut_to(metrics_bytes)
+            if self._config.trainer.tensorboard:
+                events = self._folder / "tensorboard"
+                self._sinks.add("trainer.tensorboard", lambda: TensorBoardSink(events, step=step))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.progress.__exit__(kind, error, trace)
-        for sink in self._sinks:
-            sink.close()
+        self._sinks.close()
         if self.metrics is not None:
             self.metrics.close()
 
@@ -58,10 +61,9 @@ class Outputs:
                 raise
             raise RunError(
                 f"{str(self.metrics.path)!r} could not be written: the disk is full; checkpoints are untouched: "
-                f"free some space and continue with `perilune train {self._name} --resume`"
+                f"free some space and continue with `{resume_command(self._folder)}`"
             ) from error
-        for sink in self._sinks:
-            sink.log(record)
+        self._sinks.log(record)
         self.progress.record(record)
 
     def metrics_bytes(self) -> int:

@@ -22,7 +22,7 @@ from perilune.train.metrics import Record
 class TrainingProgress:
     """On a terminal a live bar; otherwise one plain line per logged step. Silent when quiet."""
 
-    def __init__(self, *, total_steps: int, done: int, quiet: bool = False, console: Console | None = None) -> None:
+    def __init__(self, *, total_steps: int, quiet: bool = False, console: Console | None = None) -> None:
         # Standard error, so that `--json` on standard output stays machine-readable.
         self.console = console or Console(file=sys.stderr, highlight=False, quiet=quiet)
         self.total_steps = total_steps
@@ -36,7 +36,7 @@ class TrainingProgress:
                 TextColumn("left"),
                 console=self.console,
             )
-            self._task = self._bar.add_task("training", total=total_steps, completed=done, numbers="")
+            self._task = self._bar.add_task("training", total=total_steps, numbers="")
 
     def __enter__(self) -> "TrainingProgress":
         if self._bar is not None:
@@ -48,6 +48,10 @@ class TrainingProgress:
     ) -> None:
         if self._bar is not None:
             self._bar.stop()
+
+    def start_at(self, step: int) -> None:
+        if self._bar is not None:
+            self._bar.reset(self._task, completed=step)  # an update would count as steps done in no time
 
     def step(self, step: int) -> None:
         if self._bar is not None:

@@ -1,5 +1,6 @@
 """Everything a run is a function of: one frozen dataclass composed from those of its parts."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -50,12 +51,16 @@ class TrainerConfig:
         for name in ("eval_every", "checkpoint_every", "keep_last", "sample_tokens"):
             if getattr(self, name) < 0:
                 raise ValueError(f"trainer.{name} is {getattr(self, name)!r}, expected 0 or more")
-        if self.grad_clip is not None and not self.grad_clip > 0:
+        if self.grad_clip is not None and not 0 < self.grad_clip < math.inf:
             raise ValueError(
                 f"trainer.grad_clip is {self.grad_clip!r}, expected a positive norm, or None for no clipping"
             )
         if self.precision not in ("float32", "bf16"):
             raise ValueError(f'trainer.precision is {self.precision!r}, expected "float32" or "bf16"')
+        if not 0 <= self.sample_temperature < math.inf:
+            raise ValueError(f"trainer.sample_temperature is {self.sample_temperature!r}, expected 0 or more")
+        if self.tracker not in (None, "wandb", "trackio"):
+            raise ValueError(f'trainer.tracker is {self.tracker!r}, expected "wandb", "trackio" or None')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +76,8 @@ class RunConfig:
     def __post_init__(self) -> None:
         if not self.name or self.name.startswith(".") or "/" in self.name or "\\" in self.name:
             raise ValueError(f"name is {self.name!r}, expected a folder name without slashes or a leading dot")
+        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed is {self.seed!r}, expected a whole number from 0 to 2**63 - 1")
         if self.model.vocab_size < self.data.vocab_size:
             raise ValueError(
                 f"model.vocab_size is {self.model.vocab_size!r}, smaller than "

@@ -1,6 +1,7 @@
 """The folder of a run, and getting a model back out of it.
 
     runs/NAME/config.json  environment.json  tokenizer.json  metrics.jsonl  report.html  checkpoints/  tensorboard/
+              .lock        held while a process trains (run_lock.py)
 
 A run may begin only where no run is, unless it is told to resume or to overwrite. Resuming compares the checkpoint with
 the run that is about to continue it: the same model, data, tokenizer, seed and kind of optimizer, or one clear error.
@@ -8,6 +9,7 @@ the run that is about to continue it: the same model, data, tokenizer, seed and 
 
 import json
 import os
+import shlex
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
@@ -19,6 +21,7 @@ import torch
 from perilune.data.tokenizer import Tokenizer
 from perilune.model import Decoder
 from perilune.train import checkpoint
+from perilune.train.batches import RunData
 from perilune.train.config_file import differences, from_plain, to_plain
 from perilune.train.environment import describe_environment
 from perilune.train.run_config import RunConfig
@@ -38,16 +41,33 @@ class RunError(RuntimeError):
     """A run that cannot begin or continue; the message says why and what to do."""
 
 
-def check_free(folder: Path, config: RunConfig, *, resume: bool, overwrite: bool) -> None:
+def check_free(folder: Path, *, resume: bool, overwrite: bool) -> None:
     """RunError unless this run may write to `folder`. Changes nothing."""
+    if resume and overwrite:
+        raise RunError("a run is either resumed or overwritten: give one of --resume and --overwrite")
     exists = (folder / CONFIG).exists()
     if resume and not exists:
         raise RunError(f"there is no run in {str(folder)!r} to resume: start it without --resume")
     if exists and not resume and not overwrite:
         raise RunError(
-            f"{str(folder)!r} already holds a run: continue it with `perilune train {config.name} --resume`, "
+            f"{str(folder)!r} already holds a run: continue it with `{resume_command(folder)}`, "
             "replace it with --overwrite, or give this one another name"
         )
+
+
+def resume_command(folder: Path) -> str:
+    """What to type to continue the run in `folder`."""
+    command = ["perilune", "train", folder.name, "--resume"]
+    if folder.parent != Path("runs"):
+        command += ["--runs", str(folder.parent)]
+    return shlex.join(command)
+
+
+def cannot_write(folder: Path, error: OSError) -> RunError:
+    return RunError(
+        f"cannot write to the run folder {str(folder)!r}: {error.strerror or error}; free some space or choose another "
+        "folder"
+    )
 
 
 def create(folder: Path, config: RunConfig, tokenizer: Tokenizer, *, device: torch.device, fresh: bool) -> None:
@@ -61,10 +81,7 @@ def create(folder: Path, config: RunConfig, tokenizer: Tokenizer, *, device: tor
         _write_json(folder / ENVIRONMENT, describe_environment(device))
         _write_json(folder / CONFIG, to_plain(config))
     except OSError as error:
-        raise RunError(
-            f"cannot write to the run folder {str(folder)!r}: {error.strerror or error}; free some space or choose "
-            "another folder"
-        ) from error
+        raise cannot_write(folder, error) from error
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
@@ -89,12 +106,26 @@ def read_config(folder: Path) -> RunConfig:
         plain = json.loads(path.read_text())
     except FileNotFoundError as error:
         raise RunError(f"{str(folder)!r} is not the folder of a run: it has no {CONFIG}") from error
+    except OSError as error:
+        raise RunError(f"{str(path)!r} cannot be read: {error.strerror or error}") from error
     except ValueError as error:
         raise RunError(f"{str(path)!r} is not valid JSON: {error}") from error
-    return from_plain(RunConfig, plain)
+    try:
+        return from_plain(RunConfig, plain)
+    except (ValueError, TypeError) as error:
+        raise RunError(f"{str(path)!r} is not the config of a run: {error}") from error
 
 
-def check_same_run(saved: Mapping[str, Any], config: RunConfig, *, data: str, tokenizer: str) -> list[str]:
+def fingerprints(data: RunData) -> dict[str, str]:
+    """What the rows of a run follow from, causes first: another corpus gives another tokenizer and other rows."""
+    return {
+        "corpus_fingerprint": data.corpus.fingerprint,
+        "tokenizer_fingerprint": data.tokenizer.fingerprint,
+        "data_fingerprint": data.train.fingerprint,
+    }
+
+
+def check_same_run(saved: Mapping[str, Any], config: RunConfig, data: RunData) -> list[str]:
     """RunError when the checkpoint belongs to another run; else the harmless differences, for the person to read."""
     changed = list(differences(saved["config"], to_plain(config)))
     fatal = [line for line in changed if any(_within(line.split(":")[0], field) for field in FIXED_FIELDS)]
@@ -103,12 +134,14 @@ def check_same_run(saved: Mapping[str, Any], config: RunConfig, *, data: str, to
             f"cannot resume with a different configuration: {'; '.join(fatal)} (checkpoint -> now); "
             "use the values of the checkpoint, or start a new run"
         )
-    for name, ours in (("tokenizer", tokenizer), ("data", data)):
-        theirs = saved[f"{name}_fingerprint"]
+    for name, ours in fingerprints(data).items():
+        theirs = saved.get(name, ours)  # checkpoints did not always name their corpus
         if theirs != ours:
+            kind = name.removesuffix("_fingerprint")
+            named = f"corpus (data.corpus.source={config.data.corpus.source!r})" if kind == "corpus" else kind
             raise RunError(
-                f"cannot resume: the {name} fingerprint is {ours[:12]!r} but the checkpoint was trained with "
-                f"{theirs[:12]!r}: the {name} changed since; restore it, or start a new run"
+                f"cannot resume: the {kind} fingerprint is {ours[:12]!r} but the checkpoint was trained with "
+                f"{theirs[:12]!r}: the {named} changed since; restore it, or start a new run"
             )
     return changed
 

@@ -12,8 +12,9 @@ the process at any instant and resuming gives the same bits.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ import torch
 from perilune.model import Decoder, SamplingConfig
 from perilune.model.linear import RMSNorm, SwiGLU
 from perilune.optim import MuonClip
-from perilune.train import checkpoint, random_state, ranks, run_folder
+from perilune.train import checkpoint, random_state, ranks, run_folder, sinks
 from perilune.train.batches import MicroBatch, RunData, micro_batches, open_data
 from perilune.train.checkpoint import OnPhase
 from perilune.train.config_file import to_plain
@@ -33,11 +34,13 @@ from perilune.train.optimizer import Optimization, build_optimization
 from perilune.train.outputs import Outputs
 from perilune.train.progress import DataProgress
 from perilune.train.run_config import RunConfig
+from perilune.train.run_folder import RunError
+from perilune.train.run_lock import locked
 from perilune.train.schedule import lr_at
 
 
 class TrainingStopped(RuntimeError):
-    """Too many steps in a row were not finite; the last good checkpoint is kept."""
+    """Too many steps in a row, or the weights at the end, were not finite; the last good checkpoint is kept."""
 
 
 @dataclass(kw_only=True)
@@ -84,12 +87,14 @@ def train(
     `on_phase` is told the name of every phase as it is reached.
     """
     folder = Path(runs_folder) / config.name
-    run = prepare(config, folder, resume=resume, overwrite=overwrite, quiet=quiet, on_phase=on_phase)
-    settings, at, model, optimization = config.trainer, run.position, run.model, run.optimization
-    throughput = Throughput()
-    throughput.mark(at.tokens)
-
-    with run.outputs as outputs, StopRequest(outputs.say_stopping) as stop:
+    with (
+        prepared(config, folder, resume=resume, overwrite=overwrite, quiet=quiet, on_phase=on_phase) as run,
+        StopRequest(run.outputs.say_stopping) as stop,
+    ):
+        settings, at, outputs = config.trainer, run.position, run.outputs
+        model, optimization = run.model, run.optimization
+        throughput = Throughput()
+        throughput.mark(at.tokens)
         if at.step == 0:
             outputs.say(introduction(run))
         while at.step < settings.steps:
@@ -141,7 +146,7 @@ def train(
             outputs.progress.step(at.step)
             on_phase("step:logged")
 
-            if at.bad_in_a_row >= settings.max_bad_steps:
+            if at.bad_in_a_row >= settings.max_bad_steps or (last and not weights_are_finite(run)):
                 raise TrainingStopped(stopped_message(run))
             stopped_by = ranks.largest_over_ranks(stop.signal_number or 0, run.device)
             with throughput.pause():
@@ -150,10 +155,10 @@ def train(
                 if last:
                     write_samples(run)
                 if due(at.step, settings.checkpoint_every) or last or stopped_by:
-                    save(run)
-            if stopped_by and not last:
-                outputs.say(f"saved at step {at.step}; continue with `perilune train {config.name} --resume`")
-                raise Interrupted(stopped_by)
+                    saved = save_if_good(run, last=last)
+                    if stopped_by and not last:
+                        outputs.say(interrupted_message(run, saved))
+                        raise Interrupted(stopped_by)
 
         return finish(run)
 
@@ -212,6 +217,14 @@ def introduction(run: Run) -> str:
         f"data: {train.store.num_tokens:,} tokens, {config.trainer.steps * config.trainer.global_batch_rows:,} rows of "
         f"{config.data.seq_len} to train on ({train.rows_per_epoch:,.0f} an epoch)",
     ]
+    if skipped := run.data.corpus.skipped:
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(skipped.items()))
+        lines.append(f"left out of the corpus: {reasons}")
+    if run.data.valid is None:
+        lines.append(
+            "no validation split: the corpus holds nothing out "
+            f"(data.corpus.valid_fraction={config.data.corpus.valid_fraction!r})"
+        )
     if isinstance(run.optimization.optimizer, MuonClip):
         lines.append(run.optimization.optimizer.table())
     return "\n".join(lines)
@@ -241,7 +254,29 @@ def write_samples(run: Run) -> None:
             run.outputs.write({"kind": "sample", "step": run.position.step, "prompt": prompt, "text": text})
 
 
-def save(run: Run) -> None:
+def save_if_good(run: Run, *, last: bool) -> bool:
+    """Save, unless that could cost a checkpoint that is known to work; says whether it did.
+
+    Between two bad steps nobody knows whether the weights still work, so nothing is written. The last step has no
+    better one after it, and resuming would only repeat it: its checkpoint comes beside those that are there. Weights
+    that are not finite themselves are never written.
+    """
+    bad = run.position.bad_in_a_row > 0
+    if bad and not last:
+        return False
+    if not weights_are_finite(run):
+        run.outputs.say(f"the weights of step {run.position.step} are not finite: not saved; {last_good(run)}")
+        return False
+    save(run, prune=not bad)
+    return True
+
+
+def weights_are_finite(run: Run) -> bool:
+    finite = torch.stack([parameter.isfinite().all() for parameter in run.model.parameters()]).all()
+    return not ranks.largest_over_ranks(int(not finite), run.device)
+
+
+def save(run: Run, *, prune: bool) -> None:
     model, optimization = run.model, run.optimization
     checkpoint.save(
         run.folder / run_folder.CHECKPOINTS,
@@ -255,12 +290,11 @@ def save(run: Run) -> None:
         state={
             **asdict(run.position),
             "optimizer_scalars": checkpoint.optimizer_scalars(model, optimization.optimizer),
-            "data_fingerprint": run.data.train.fingerprint,
-            "tokenizer_fingerprint": run.data.tokenizer.fingerprint,
+            **run_folder.fingerprints(run.data),
             "metrics_bytes": run.outputs.metrics_bytes(),
             "config": to_plain(run.config),
         },
-        keep_last=run.config.trainer.keep_last,
+        keep_last=run.config.trainer.keep_last if prune else None,
         on_phase=run.on_phase,
     )
 
@@ -295,65 +329,101 @@ def finish(run: Run) -> dict[str, Any]:
 
 
 def stopped_message(run: Run) -> str:
-    found = checkpoint.find(run.folder / run_folder.CHECKPOINTS)
-    kept = "there is no checkpoint yet" if found is None else f"the last good checkpoint is {found.folder.name}"
+    at, limit = run.position, run.config.trainer.max_bad_steps
+    if at.bad_in_a_row >= limit:
+        what = f"loss or gradient was not finite for {at.bad_in_a_row} steps in a row (trainer.max_bad_steps={limit}), "
+        what += f"up to step {at.step}"
+    else:
+        what = f"the weights after the last step, {at.step}, are not finite"
     return (
-        f"loss or gradient was not finite for {run.position.bad_in_a_row} steps in a row "
-        f"(trainer.max_bad_steps={run.config.trainer.max_bad_steps}), up to step {run.position.step}: {kept}; "
-        "lower optimizer.lr or look at the data, then resume"
+        f"{what}: {last_good(run)}; lower optimizer.lr or look at the data, then continue with "
+        f"`{run_folder.resume_command(run.folder)}`"
     )
+
+
+def interrupted_message(run: Run, saved: bool) -> str:
+    kept = f"saved at step {run.position.step}"
+    if not saved:
+        kept = f"step {run.position.step} was not finite and is not saved: {last_good(run)}"
+    return f"{kept}; continue with `{run_folder.resume_command(run.folder)}`"
+
+
+def last_good(run: Run) -> str:
+    found = checkpoint.find(run.folder / run_folder.CHECKPOINTS)
+    return "there is no checkpoint yet" if found is None else f"the last good checkpoint is {found.folder.name}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Before the first step
 
 
-def prepare(config: RunConfig, folder: Path, *, resume: bool, overwrite: bool, quiet: bool, on_phase: OnPhase) -> Run:
-    """Build every part of the run, and bring it to where its checkpoint left it."""
-    check_batch_divides(config)
-    run_folder.check_free(folder, config, resume=resume, overwrite=overwrite)
-    device = pick_device(config.trainer.device)
-    random_state.seed_everything(config.seed)
-    with DataProgress(quiet=quiet or ranks.rank() != 0) as progress:
-        data = open_data(config.data, seed=config.seed, progress=progress)
-    model = run_folder.build_model(config, device)
-    optimization = build_optimization(model, config.optimizer)
-    position, metrics_bytes = Position(), 0
-    messages: list[str] = []
+@contextmanager
+def prepared(
+    config: RunConfig, folder: Path, *, resume: bool, overwrite: bool, quiet: bool, on_phase: OnPhase
+) -> Iterator[Run]:
+    """Every part of the run, brought to where its checkpoint left it; leaving closes its files and frees its folder.
 
-    found = checkpoint.find(folder / run_folder.CHECKPOINTS) if resume else None
-    if found is not None:
-        changed = run_folder.check_same_run(
-            found.state, config, data=data.train.fingerprint, tokenizer=data.tokenizer.fingerprint
+    What can fail comes first, what changes an earlier run last: a start that fails leaves it as it was.
+    """
+    with ranks.Together():
+        check_batch_divides(config)
+        run_folder.check_free(folder, resume=resume, overwrite=overwrite)
+        sinks.check_installed(config.trainer)
+        device = pick_device(config.trainer.device)
+        random_state.seed_everything(config.seed)
+        with DataProgress(quiet=quiet or ranks.rank() != 0) as progress:
+            data = open_data(config.data, seed=config.seed, progress=progress)
+        model = run_folder.build_model(config, device)
+        optimization = build_optimization(model, config.optimizer)
+
+    with ExitStack() as held:
+        with ranks.Together():
+            if ranks.rank() == 0:
+                held.enter_context(locked(folder))
+                # Again, now that nobody else can begin here.
+                run_folder.check_free(folder, resume=resume, overwrite=overwrite)
+        with ranks.Together():
+            found = checkpoint.find(folder / run_folder.CHECKPOINTS) if resume else None
+            changed = [] if found is None else run_folder.check_same_run(found.state, config, data)
+        position, metrics_bytes, messages = Position(), 0, []
+        if found is not None:
+            loaded = checkpoint.restore(found.folder, found.state, model, optimization.optimizer)
+            optimization.load_clip_tensors(loaded)
+            saved = {name: found.state[name] for name in asdict(position)}
+            position = replace(Position(**saved), bad_in_a_row=0)
+            metrics_bytes = found.state["metrics_bytes"]
+            messages = [*found.messages, *resume_messages(config, position, changed)]
+
+        with ranks.Together():
+            outputs = held.enter_context(Outputs(config, folder, quiet=quiet))
+            if ranks.rank() == 0 and position.step < config.trainer.steps:
+                run_folder.create(folder, config, data.tokenizer, device=device, fresh=not resume)
+            outputs.open_files(step=position.step, metrics_bytes=metrics_bytes)
+        if config.trainer.compile:
+            compile_dense_parts(model)
+        model.train()
+        for message in messages:
+            outputs.say(message)
+        yield Run(
+            config=config,
+            folder=folder,
+            device=device,
+            data=data,
+            model=model,
+            optimization=optimization,
+            position=position,
+            outputs=outputs,
+            on_phase=on_phase,
         )
-        loaded = checkpoint.restore(found.folder, found.state, model, optimization.optimizer)
-        optimization.load_clip_tensors(loaded)
-        position = Position(**{name: found.state[name] for name in asdict(position)})
-        metrics_bytes = found.state["metrics_bytes"]
-        messages += [*found.messages, *(f"changed since the checkpoint: {line}" for line in changed)]
-        messages.append(f"resuming from step {position.step}")
 
-    # Nothing is written before everything above has worked.
-    if ranks.rank() == 0:
-        run_folder.create(folder, config, data.tokenizer, device=device, fresh=not resume)
-    ranks.barrier()
-    if config.trainer.compile:
-        compile_dense_parts(model)
-    model.train()
-    outputs = Outputs(config, folder, quiet=quiet, step=position.step, metrics_bytes=metrics_bytes)
-    for message in messages:
-        outputs.say(message)
-    return Run(
-        config=config,
-        folder=folder,
-        device=device,
-        data=data,
-        model=model,
-        optimization=optimization,
-        position=position,
-        outputs=outputs,
-        on_phase=on_phase,
-    )
+
+def resume_messages(config: RunConfig, position: Position, changed: Sequence[str]) -> list[str]:
+    if position.step >= config.trainer.steps:
+        return [
+            f"the run is already at step {position.step} and trainer.steps is {config.trainer.steps}: nothing to "
+            "train; raise trainer.steps to continue it"
+        ]
+    return [*(f"changed since the checkpoint: {line}" for line in changed), f"resuming from step {position.step}"]
 
 
 def check_batch_divides(config: RunConfig) -> None:
@@ -363,9 +433,18 @@ def check_batch_divides(config: RunConfig) -> None:
 
 
 def pick_device(name: str) -> torch.device:
-    if name != "auto":
-        return torch.device(name)
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    """RunError when there is no such device here."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)  # the only test that every kind of device answers
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise RunError(
+            f'trainer.device is {name!r}, which is not there ({reason}): take "cpu", "cuda", or "auto"'
+        ) from error
+    return device
 
 
 def compile_dense_parts(model: Decoder) -> None:
