@@ -1,5 +1,6 @@
 """Pages: self-contained, escaped, accessible, and free of torch."""
 
+import os
 import re
 import subprocess
 import sys
@@ -168,7 +169,7 @@ def test_report_imports_no_torch_and_nothing_else_of_the_package() -> None:
     )
     answer = subprocess.run(
         [sys.executable, "-c", script],
-        env={"PYTHONPATH": source, "MPLBACKEND": "Agg"},
+        env={**os.environ, "PYTHONPATH": source, "MPLBACKEND": "Agg"},
         capture_output=True,
         text=True,
         check=True,

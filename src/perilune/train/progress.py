@@ -20,7 +20,7 @@ from perilune.train.metrics import Record
 
 
 class TrainingProgress:
-    """On a terminal a live bar; otherwise one plain line per logged step. Silent when quiet."""
+    """On a terminal a live bar; otherwise plain lines now and then. Silent when quiet."""
 
     def __init__(self, *, total_steps: int, quiet: bool = False, console: Console | None = None) -> None:
         # Standard error, so that `--json` on standard output stays machine-readable.
@@ -61,8 +61,15 @@ class TrainingProgress:
         if record["kind"] == "train" and self._bar is not None:
             numbers = line_of(record, bits_per_byte=False)
             self._bar.update(self._task, completed=record["step"], numbers=numbers)
-        elif line := line_of(record):
+        elif self._worth_a_line(record) and (line := line_of(record)):
             self.say(f"step {record['step']}/{self.total_steps}  {line}")
+
+    def _worth_a_line(self, record: Record) -> bool:
+        """Away from a terminal about fifty training lines a run, and everything that is not a plain step."""
+        if record["kind"] != "train" or not _took_step(record):
+            return True
+        step, every = record["step"], max(1, self.total_steps // 50)
+        return step == 1 or step == self.total_steps or step % every == 0
 
     def say(self, text: str) -> None:
         self.console.print(text, markup=False, soft_wrap=True)
@@ -103,7 +110,7 @@ def line_of(record: Record, *, bits_per_byte: bool = True) -> str:
     if record["kind"] == "sample":
         return f"{record['prompt']!r} -> {record['text']!r}"
     parts = []
-    if record["kind"] == "train" and not (_finite(record.get("loss")) and _finite(record.get("grad_norm"))):
+    if record["kind"] == "train" and not _took_step(record):
         parts.append(f"not finite, skipped ({record.get('skipped')} so far)")
     if _number(record.get("loss")):
         parts.append(f"{'valid ' if record['kind'] == 'valid' else ''}loss {record['loss']:.3f}")
@@ -121,5 +128,7 @@ def _number(value: Any) -> bool:
     return isinstance(value, int | float) and value == value
 
 
-def _finite(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
+def _took_step(record: Record) -> bool:
+    """Loss and gradient were finite; otherwise the step was skipped."""
+    values = (record.get("loss"), record.get("grad_norm"))
+    return all(isinstance(value, int | float) and math.isfinite(value) for value in values)
