@@ -1,8 +1,10 @@
 """Packed rows: every token once, borders exact, and the same rows however they are asked for."""
 
+import math
+
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perilune.data.packing import IGNORED, PackedBatch, PackedDataset, ValidationSet, permutation, valid_batches
@@ -36,32 +38,49 @@ def stream(store: TokenStore, seed: int, epochs: int) -> tuple[list[int], list[i
 
 
 @given(STORES, LENGTHS, SEEDS)
-def test_rows_are_consecutive_slices_of_the_shuffled_stream(store: TokenStore, seq_len: int, seed: int) -> None:
+def test_rows_of_a_window_are_the_slices_of_the_shuffled_stream_each_once(
+    store: TokenStore, seq_len: int, seed: int
+) -> None:
     data = PackedDataset(store, seq_len, seed)
-    epochs = 3
-    tokens, starts = stream(store, seed, epochs)
-    for index in range((len(tokens) - 1) // seq_len):
+    windows = 3
+    needed = windows * data.window * seq_len + 1
+    tokens, starts = stream(store, seed, -(-needed // store.num_tokens))
+    for index in range(windows * data.window):
         row = data.row(index)
-        first = index * seq_len
+        window, place = divmod(index, data.window)
+        order = permutation(data.window, seed=seed ^ 0x726F7773, epoch=window)
+        first = (window * data.window + int(order[place])) * seq_len
         assert row.tokens.dtype == np.int32
         assert row.tokens.tolist() == tokens[first : first + seq_len + 1]
         inside = {start - first for start in starts if first <= start <= first + seq_len}
         assert row.starts.tolist() == sorted({0} | inside)
 
 
-@given(STORES, LENGTHS, SEEDS)
+def test_the_rows_of_a_long_document_are_spread_over_the_epoch() -> None:
+    """119 rows, 49 of them of one document: in order they would fill 6 batches of 8; at random they fill none."""
+    data = PackedDataset(make_store([400] + [20] * 25), seq_len=8, seed=0)
+    long_document = {int(token) for token in data.store.document(0)}
+    of_it = [set(data.row(index).tokens.tolist()) <= long_document for index in range(data.window)]
+    full_batches = sum(all(of_it[first : first + 8]) for first in range(0, data.window, 8))
+    assert sum(of_it) >= 45 and full_batches == 0
+
+
+@settings(max_examples=30)
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=6).map(make_store), LENGTHS, SEEDS)
 def test_every_token_of_an_epoch_is_an_input_once_and_a_target_once(store: TokenStore, seq_len: int, seed: int) -> None:
-    """After as many rows as make whole epochs (seq_len epochs), inputs and targets are those epochs exactly."""
+    """After as many rows as make whole epochs and whole windows, inputs and targets are those epochs exactly."""
     data = PackedDataset(store, seq_len, seed)
-    batch = data.batch(0, store.num_tokens)  # num_tokens rows of seq_len tokens: seq_len epochs
+    rows = math.lcm(store.num_tokens, data.window)
+    batch = data.batch(0, rows)
+    epochs = rows * seq_len // store.num_tokens
     seen = np.bincount(batch.tokens, minlength=len(BYTES))
-    assert (seen == seq_len * np.bincount(store.tokens, minlength=len(BYTES))).all()
+    assert (seen == epochs * np.bincount(store.tokens, minlength=len(BYTES))).all()
     # A [BOS] is never the target of another document; everything else is predicted from its own document.
     targets = np.bincount(batch.targets[batch.targets != IGNORED], minlength=len(BYTES))
-    expected = seq_len * np.bincount(store.tokens, minlength=len(BYTES))
+    expected = epochs * np.bincount(store.tokens, minlength=len(BYTES))
     expected[BOS] = 0
     assert (targets == expected).all()
-    assert batch.num_bytes == seq_len * store.num_bytes
+    assert batch.num_bytes == epochs * store.num_bytes
     assert batch.num_targets == targets.sum()
 
 

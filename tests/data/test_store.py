@@ -168,7 +168,7 @@ def test_inspection_fits_into_json_and_shows_borders(tokenizer, tmp_path: Path) 
     )
     assert train["document_tokens"]["p0"] <= train["document_tokens"]["p50"] <= train["document_tokens"]["p100"]
     assert len(numbers["rows"]) == 4
-    assert numbers["rows"][0]["text"].startswith("| [BOS]")
+    assert all(row["text"].startswith("| ") and row["starts"][0] == 0 for row in numbers["rows"])
     assert all("\n" not in row["text"] for row in numbers["rows"])
     assert numbers["special_tokens"]["[PAD]"] == 319
 

@@ -1,10 +1,11 @@
 """Thirty steps of three tiny recipes give the losses they gave when the code was last meant to change them.
 
 Tolerances. Another CPU sums in another order. Forcing the libraries onto the code paths of processors without vector
-instructions and with AVX2, and onto two threads, moves no float32 loss by more than 1e-7 (golden_losses.json keeps
-these spreads); a processor with still other kernels is allowed a thousand times that, and ten times more where a near
-tie may send a token to another expert. bf16 rounds to 8 bits at each operation: 7e-4 was seen, 1e-2 is allowed. A wrong
-schedule, seed, batch or update moves the losses by far more: the last test shows it for a seed and for a weight decay.
+instructions and with AVX2, and onto two threads, moves no float32 loss by more than 3e-7 (golden_losses.json keeps
+these spreads); a processor with still other kernels is allowed some hundred times that, and ten times more where a near
+tie may send a token to another expert. bf16 rounds to 8 bits at each operation: 1.6e-3 was seen, 2e-2 is allowed, a
+seventh of what another seed moves. A wrong schedule, seed, batch or update moves the losses by far more: the last test
+shows it for a seed and for a weight decay.
 """
 
 import json
@@ -13,7 +14,7 @@ import pytest
 
 from tests.train.golden_recipes import GOLDEN, STEPS, losses, recipes, spread
 
-TOLERANCE = {"dense_muonclip": 1e-4, "attnres_moe_muonclip": 1e-3, "full_attention_adamw_bf16": 1e-2}
+TOLERANCE = {"dense_muonclip": 1e-4, "attnres_moe_muonclip": 1e-3, "full_attention_adamw_bf16": 2e-2}
 golden = json.loads(GOLDEN.read_text())
 
 

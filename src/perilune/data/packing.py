@@ -1,9 +1,12 @@
 """Rows of equal length cut from a shuffled stream of documents, addressed by number.
 
 Epoch e is a permutation of the documents, decided by (seed, e) alone. The permuted documents laid end to end, epoch
-after epoch, are one infinite stream s of tokens. Row i is s[i*T .. i*T + T]: T inputs and, one further, T targets.
-Consecutive rows share one token, so every token of an epoch is an input exactly once and a target exactly once; nothing
-is dropped or padded, and the last row of an epoch runs on into the next.
+after epoch, are one infinite stream s of tokens, cut into slices s[j*T .. j*T + T]: T inputs and, one further, T
+targets. Neighbouring slices share one token, so every token is an input exactly once and a target exactly once; nothing
+is dropped or padded, and the last slice of an epoch runs on into the next.
+
+Row i is slice j = shuffle(i): slices are shuffled inside windows of about an epoch, so that the rows of one long
+document do not come one after another and fill whole batches.
 
 A target is masked (-100) where it belongs to another document than its input. Only the number of rows consumed is
 state: how many ranks read which rows does not change the order.
@@ -34,9 +37,12 @@ __all__ = [
     "valid_batches",
 ]
 
-VERSION = 1  # part of the fingerprint: raise it when the same store gives other rows
+VERSION = 2  # part of the fingerprint: raise it when the same store gives other rows
 IGNORED = -100
+MAX_WINDOW = 1 << 20
+"""Rows shuffled together at the most: a table of 8 MiB."""
 _MASK = (1 << 64) - 1
+_ROWS = 0x726F7773  # keeps the shuffle of rows apart from that of documents
 
 
 @dataclass(frozen=True)
@@ -95,6 +101,8 @@ class PackedDataset:
         self.seed = seed
         # Rows are mostly read in order: two epochs are enough at the seam between them.
         self._epoch = lru_cache(maxsize=2)(self._shuffle)
+        self.window = min(MAX_WINDOW, max(1, store.num_tokens // seq_len))
+        self._slices = lru_cache(maxsize=2)(self._shuffle_window)
 
     @property
     def fingerprint(self) -> str:
@@ -111,7 +119,8 @@ class PackedDataset:
         """Row `index` >= 0, a pure function of (store, seq_len, seed, index)."""
         if index < 0:
             raise IndexError(f"row {index} does not exist: rows count from 0")
-        return self._read(index * self.seq_len, self.seq_len + 1)
+        window, place = divmod(index, self.window)
+        return self._read(int(self._slices(window)[place]) * self.seq_len, self.seq_len + 1)
 
     def batch(self, first_row: int, count: int) -> PackedBatch:
         """Rows first_row .. first_row + count - 1."""
@@ -124,6 +133,10 @@ class PackedDataset:
         begins = np.zeros(len(order) + 1, dtype=np.int64)
         np.cumsum(np.diff(self.store.offsets)[order], out=begins[1:])
         return order, begins
+
+    def _shuffle_window(self, window: int) -> np.ndarray:
+        """The slices that the rows of a window stand for."""
+        return window * self.window + permutation(self.window, seed=self.seed ^ _ROWS, epoch=window)
 
     def _read(self, position: int, length: int) -> Row:
         tokens = np.empty(length, dtype=np.int32)
