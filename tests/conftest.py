@@ -112,11 +112,21 @@ def _commit(folder: Path) -> str | None:
     return answer.stdout.strip() if answer.returncode == 0 else None
 
 
+def _gpu() -> str | None:
+    torch = sys.modules.get("torch")
+    return torch.cuda.get_device_name() if torch is not None and torch.cuda.is_available() else None
+
+
 def _write_result(path: Path, root: Path, counts: dict[str, int], reasons: Counter[str], seconds: float) -> None:
     result = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": _commit(root),
-        "machine": {"system": platform.system(), "processor": platform.machine(), "cores": os.cpu_count()},
+        "machine": {
+            "system": platform.system(),
+            "processor": platform.machine(),
+            "cores": os.cpu_count(),
+            "gpu": _gpu(),
+        },
         "versions": {"python": platform.python_version()}
         | {name: _version(name) for name in ("perilune", "torch", "transformers", "numpy")},
         "counts": counts,
