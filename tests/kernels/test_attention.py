@@ -408,3 +408,10 @@ def test_flex_on_cuda_accepts_batches_and_changing_lengths() -> None:
         right = outputs_and_gradients(*(x.detach().double().requires_grad_() for x in (q, k, v)), backend="reference")
         for mine, expected in zip(ours, right, strict=True):
             assert (mine.double() - expected).norm() <= 2**-7 * expected.norm()
+
+
+@pytest.mark.gpu
+def test_flex_on_cuda_takes_more_variants_than_dynamo_allows_by_default() -> None:
+    for width in range(16, 116, 8):
+        q, k, v = (x.detach().cuda().bfloat16() for x in inputs(40, width=width, value_width=16))
+        assert attention(q, k, v, backend="flex")[0].isfinite().all()

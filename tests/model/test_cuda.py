@@ -7,14 +7,14 @@ import torch
 
 from perilune.model import Decoder
 from perilune.recipes import recipe
-from tests.model.small_models import random_tokens, relative_error
+from tests.model.small_models import build, random_tokens, relative_error
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["nano", "nano_moe"])
 def test_loss_gradients_and_max_logits_on_cuda_equal_those_on_cpu(name: str) -> None:
     config = recipe(name).model
-    cpu, cuda = Decoder(config, seed=0), Decoder(config, seed=0).cuda()
+    cpu, cuda = build(config), build(config).cuda()
     tokens, targets = random_tokens(cpu, 1, 2048), random_tokens(cpu, 1, 2048, seed=1)
     borders = torch.tensor([0, 100, 101, 101, 900, 2048])
     loss = cpu.loss(tokens, targets, borders)

@@ -16,6 +16,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 BLOCK = 128
 MIN_WIDTH = 16  # below it the tensor cores' matmul has no shape
+MAX_VARIANTS = 1024
 MAX_FLOAT32_WIDTH = 128  # above it the tiles of the backward pass do not fit into shared memory (H200, torch 2.11)
 
 
@@ -94,13 +95,16 @@ def flex_attention_with_max(
 ) -> tuple[Tensor, Tensor]:
     """Return o [B, T, H, Dv] and the detached max_logit [H]."""
     mask = _causal_mask(q.shape[1], q.device) if cu_seqlens is None else _mask_of(cu_seqlens, q.shape[1])
-    o_BHTV, aux = _compiled()(
-        q.transpose(1, 2),
-        k.transpose(1, 2),
-        v.transpose(1, 2),
-        block_mask=mask,
-        scale=scale,
-        enable_gqa=q.shape[2] != k.shape[2],
-        return_aux=AuxRequest(max_scores=True),
-    )
+    # One compiled function serves every width, dtype, mode and number of heads a process meets; dynamo's default limit
+    # of 8 variants would end the process at the ninth.
+    with torch._dynamo.config.patch(recompile_limit=MAX_VARIANTS, accumulated_recompile_limit=MAX_VARIANTS):
+        o_BHTV, aux = _compiled()(
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            block_mask=mask,
+            scale=scale,
+            enable_gqa=q.shape[2] != k.shape[2],
+            return_aux=AuxRequest(max_scores=True),
+        )
     return o_BHTV.transpose(1, 2), aux.max_scores.detach().amax(dim=(0, 2)).float()
