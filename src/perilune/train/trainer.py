@@ -438,7 +438,7 @@ def pick_device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)  # the only test that every kind of device answers
+        torch.zeros(1, device=device).item()  # what every kind of device answers that can hold numbers
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).splitlines()[0]
         raise RunError(
