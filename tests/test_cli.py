@@ -173,7 +173,7 @@ def test_report_can_be_written_again(inside: Path, capsys: pytest.CaptureFixture
     (["export", "micro", "runs/micro"], 1, "other than an exported model"),
     (["generate", "micro", "--temperature", "nan"], 1, "temperature must be"),
     (["generate", "micro", "--seed", "99999999999999999999"], 1, "seed must be in"),
-    (["generate", "micro", "--device", "abacus"], 1, "abacus"),
+    (["generate", "micro", "--device", "abacus"], 1, "--device is 'abacus'"),
     (["generate", "micro", "--device", "meta"], 1, "which is not there"),
     (["train", "micro", "--overwrite", "--trainer.device", "abacus"], 1, "abacus"),
     (["train", "micro", "--overwrite", "--trainer.tracker", "trackio"], 1, "trackio"),

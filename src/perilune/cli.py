@@ -211,7 +211,7 @@ def generate_verb(arguments: list[str]) -> None:
     from perilune.train.run_folder import load_run
     from perilune.train.trainer import pick_device
 
-    model, tokenizer, _ = load_run(_run_folder(name, flags.runs), device=pick_device(flags.device))
+    model, tokenizer, _ = load_run(_run_folder(name, flags.runs), device=pick_device(flags.device, "--device"))
     prompt = sys.stdin.read() if flags.prompt == "-" else flags.prompt
     sampling = SamplingConfig(
         max_new_tokens=flags.max_new_tokens, temperature=flags.temperature, top_p=flags.top_p, top_k=flags.top_k,

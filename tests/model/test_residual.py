@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from perilune.model import Decoder, ModelConfig
-from perilune.model.cache import Packing
+from perilune.model.documents import Packing
 from perilune.model.residual import AttentionResidual, attnres_stream, plain_stream
 from tests.model.small_models import BASE, MOE, build, random_tokens, relative_error
 
@@ -97,6 +97,18 @@ def test_stream_reads_exactly_the_sources_of_the_definition(block: int) -> None:
         assert relative_error(h, expected) < 1e-12, index
         if index < sublayers:
             stream = stream.write(outputs[index])
+
+
+def test_a_site_on_its_own_mixes_like_the_stream() -> None:
+    torch.manual_seed(0)
+    site = AttentionResidual(6, eps=1e-5).double()
+    torch.nn.init.normal_(site.query)
+    torch.nn.init.normal_(site.gain, mean=1.0, std=0.3)
+    sources = [torch.randn(2, 3, 6, dtype=torch.float64) for _ in range(3)]
+    stacked = torch.stack(sources)
+    keys = stacked * (stacked.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt() * site.gain
+    expected = ((keys @ site.query).softmax(0)[..., None] * stacked).sum(0)
+    assert relative_error(site(sources), expected) < 1e-12
 
 
 def test_plain_stream_is_the_running_sum() -> None:

@@ -6,12 +6,12 @@ stores = tokenize_corpus(corpus, tokenizer, cache_dir=cache)
 batch = PackedDataset(stores.train, seq_len=512, seed=0).batch(first_row=0, count=8)
 """
 
-from .corpus import Corpus, CorpusConfig, CorpusError, CorpusSummary, Document
-from .inspection import inspect
-from .packing import IGNORED, PackedBatch, PackedDataset, Row, ValidationSet, valid_batches
-from .readers import Progress
-from .store import TokenStore, TokenStoreError, TokenStores, open_stores, tokenize_corpus, train_tokenizer
-from .tokenizer import SPECIAL_TOKENS, StreamDecoder, Tokenizer, TokenizerError
+from perilune.data.corpus import Corpus, CorpusConfig, CorpusError, CorpusSummary, Document
+from perilune.data.inspection import inspect
+from perilune.data.packing import IGNORED, PackedBatch, PackedDataset, Row, ValidationSet, valid_batches
+from perilune.data.readers import Progress
+from perilune.data.store import TokenStore, TokenStoreError, TokenStores, open_stores, tokenize_corpus, train_tokenizer
+from perilune.data.tokenizer import SPECIAL_TOKENS, StreamDecoder, Tokenizer, TokenizerError
 
 __all__ = [
     "IGNORED",

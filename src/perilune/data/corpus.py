@@ -18,8 +18,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
-from . import generated
-from .readers import (
+from perilune.data import generated
+from perilune.data.readers import (
     TEXT_SUFFIXES,
     CorpusError,
     Fields,

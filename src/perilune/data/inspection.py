@@ -4,10 +4,10 @@ from typing import Any
 
 import numpy as np
 
-from .corpus import Corpus
-from .packing import PackedDataset
-from .store import TokenStore, TokenStores
-from .tokenizer import Tokenizer
+from perilune.data.corpus import Corpus
+from perilune.data.packing import PackedDataset
+from perilune.data.store import TokenStore, TokenStores
+from perilune.data.tokenizer import Tokenizer
 
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 

@@ -22,18 +22,15 @@ from functools import lru_cache
 
 import numpy as np
 
-from .store import TokenStore, TokenStores, tokenize_corpus
+from perilune.data.store import TokenStore
 
 __all__ = [
     "IGNORED",
     "PackedBatch",
     "PackedDataset",
     "Row",
-    "TokenStore",
-    "TokenStores",
     "ValidationSet",
     "permutation",
-    "tokenize_corpus",
     "valid_batches",
 ]
 

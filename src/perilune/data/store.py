@@ -28,8 +28,8 @@ from typing import Any
 
 import numpy as np
 
-from .corpus import Corpus, Document, Progress, Split
-from .tokenizer import Tokenizer
+from perilune.data.corpus import Corpus, Document, Progress, Split
+from perilune.data.tokenizer import Tokenizer
 
 VERSION = 1  # part of the folder's name: raise it when the same input gives other files
 SPLITS: tuple[Split, ...] = ("train", "valid")

@@ -165,7 +165,6 @@ SUPPORTED = {
     "moe_router_activation_func": ("sigmoid",),
     "moe_layer_freq": (1,),
     "attention_bias": (False,),
-    "use_grouped_topk": (True, False),
 }
 """Keys that change what the model computes, and the values it can compute."""
 

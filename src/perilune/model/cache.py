@@ -5,9 +5,8 @@ An MLA layer keeps one latent vector (and the shared key part) per token. Attent
 and keep nothing.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 
@@ -54,21 +53,3 @@ class DecodeCache:
         for layer in self.layers:
             tensors += [layer.state, layer.conv] if isinstance(layer, KDACache) else [layer.buffer]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Packing:
-    """Where the documents of a packed row begin and end, and each token's position in its own document."""
-
-    cu_seqlens: Tensor | None = None
-    positions: Tensor | None = field(default=None)
-    """[B, T], only computed when some layer has rotary positions"""
-
-
-def positions_of(tokens: Tensor, cu_seqlens: Tensor | None, start: int) -> Tensor:
-    """[B, T] position of each token inside its document."""
-    index = torch.arange(tokens.shape[1], device=tokens.device)
-    if cu_seqlens is None:
-        return (index + start).expand(tokens.shape)
-    document = torch.searchsorted(cu_seqlens[1:].contiguous(), index.to(cu_seqlens.dtype), right=True)
-    return (index - cu_seqlens[document]).expand(tokens.shape)

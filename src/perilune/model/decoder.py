@@ -10,8 +10,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from perilune.model.cache import DecodeCache, KDACache, MLACache, Packing, positions_of
+from perilune.model.cache import DecodeCache, KDACache, MLACache
 from perilune.model.config import ComputeDtype, ModelConfig
+from perilune.model.documents import Packing, positions_of
 from perilune.model.head import cross_entropy_sum
 from perilune.model.kda import KimiDeltaAttention
 from perilune.model.linear import Linear, RMSNorm, SwiGLU

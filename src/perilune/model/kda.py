@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from perilune.kernels.kda import BoundedGate, SoftplusGate, kda, kda_step
 from perilune.kernels.short_conv import short_conv, short_conv_step
-from perilune.model.cache import KDACache, Packing
+from perilune.model.cache import KDACache
+from perilune.model.documents import Packing
 from perilune.model.linear import Linear, RMSNorm, at_least_float32
 from perilune.optim.matrices import Adam, ColumnBlocks, Layout, RowBlocks
 

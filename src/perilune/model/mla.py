@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from perilune.kernels.attention import attention
-from perilune.model.cache import MLACache, Packing
+from perilune.model.cache import MLACache
+from perilune.model.documents import Packing
 from perilune.model.linear import Linear, RMSNorm
 from perilune.model.rope import RopeConfig, rotate, rotation, softmax_scale_factor
 from perilune.optim.heads import MaxLogitRecorder, QKHeads, mla_heads

@@ -4,9 +4,9 @@ page = Page(title="...", sections=[Plots(title="Loss", plots=[Plot(...)]), Table
 write_page(page, "report.html")
 """
 
-from .page import Headline, Notes, Page, Plots, Sample, Samples, Section, Table, render_page, write_page
-from .plots import Plot, Series, Threshold, render_svg, save_png, series_from_records, smoothed
-from .training import ReportError, write_training_report
+from perilune.report.page import Headline, Notes, Page, Plots, Sample, Samples, Section, Table, render_page, write_page
+from perilune.report.plots import Plot, Series, Threshold, render_svg, save_png, series_from_records, smoothed
+from perilune.report.training import ReportError, write_training_report
 
 __all__ = [
     "Headline",

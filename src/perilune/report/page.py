@@ -17,7 +17,7 @@ from typing import ClassVar
 import jinja2
 from markupsafe import Markup
 
-from .plots import DARK, LIGHT, Plot, Theme, render_svg
+from perilune.report.plots import DARK, LIGHT, Plot, Theme, render_svg
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .page import Headline, Notes, Page, Plots, Sample, Samples, Section, Table, write_page
-from .plots import Plot, Series, Threshold, compact, number, save_png, series_from_records, smoothed
+from perilune.report.page import Headline, Notes, Page, Plots, Sample, Samples, Section, Table, write_page
+from perilune.report.plots import Plot, Series, Threshold, compact, number, save_png, series_from_records, smoothed
 
 MAX_LABELLED_LAYERS = 6
 MAX_SAMPLES = 12

@@ -432,7 +432,7 @@ def check_batch_divides(config: RunConfig) -> None:
         raise ValueError(f"trainer.global_batch_rows is {rows!r}, expected a multiple of the {world} ranks")
 
 
-def pick_device(name: str) -> torch.device:
+def pick_device(name: str, field: str = "trainer.device") -> torch.device:
     """RunError when there is no such device here."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -441,9 +441,7 @@ def pick_device(name: str) -> torch.device:
         torch.zeros(1, device=device).item()  # what every kind of device answers that can hold numbers
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).splitlines()[0]
-        raise RunError(
-            f'trainer.device is {name!r}, which is not there ({reason}): take "cpu", "cuda", or "auto"'
-        ) from error
+        raise RunError(f'{field} is {name!r}, which is not there ({reason}): take "cpu", "cuda", or "auto"') from error
     return device
 
 

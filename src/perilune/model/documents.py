@@ -1,0 +1,24 @@
+"""Packed documents as the layers of a model are told about them."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packing:
+    """Where the documents of a packed row begin and end, and each token's position in its own document."""
+
+    cu_seqlens: Tensor | None = None
+    positions: Tensor | None = None
+    """[B, T], only computed when some layer has rotary positions"""
+
+
+def positions_of(tokens: Tensor, cu_seqlens: Tensor | None, start: int) -> Tensor:
+    """[B, T] position of each token inside its document."""
+    index = torch.arange(tokens.shape[1], device=tokens.device)
+    if cu_seqlens is None:
+        return (index + start).expand(tokens.shape)
+    document = torch.searchsorted(cu_seqlens[1:].contiguous(), index.to(cu_seqlens.dtype), right=True)
+    return (index - cu_seqlens[document]).expand(tokens.shape)
