@@ -25,6 +25,9 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
+# Without a GPU the Triton kernels are tested in Triton's interpreter, which must be chosen before they are defined.
+if not any(Path("/dev").glob("nvidia[0-9]*")):
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 hypothesis.settings.register_profile("perilune", derandomize=True, deadline=None, database=None, print_blob=True)
 hypothesis.settings.load_profile("perilune")

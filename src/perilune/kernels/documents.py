@@ -15,6 +15,15 @@ _last: tuple[weakref.ref[Tensor], int, tuple[int, ...]] | None = None
 
 def document_borders(cu_seqlens: Tensor, *, batch: int, num_tokens: int) -> tuple[int, ...]:
     """The borders 0 <= ... <= num_tokens of documents packed into one row; ValueError when they are not that."""
+    check_borders_shape(cu_seqlens, batch=batch)
+    borders = _on_host(cu_seqlens)
+    if borders[0] != 0 or borders[-1] != num_tokens or any(stop < start for start, stop in pairwise(borders)):
+        raise ValueError(f"cu_seqlens={borders!r} must rise from 0 to T={num_tokens!r} without decreasing")
+    return borders
+
+
+def check_borders_shape(cu_seqlens: Tensor, *, batch: int) -> int:
+    """The number of documents. All that can be checked without waiting for a device."""
     if batch != 1:
         raise ValueError(
             f"cu_seqlens needs one packed row, got batch size {batch!r}: reshape the rows to [1, B * T, ...]"
@@ -23,10 +32,7 @@ def document_borders(cu_seqlens: Tensor, *, batch: int, num_tokens: int) -> tupl
         raise ValueError(
             f"cu_seqlens is {cu_seqlens.dtype} with shape {tuple(cu_seqlens.shape)!r}, expected integers [N + 1]"
         )
-    borders = _on_host(cu_seqlens)
-    if borders[0] != 0 or borders[-1] != num_tokens or any(stop < start for start, stop in pairwise(borders)):
-        raise ValueError(f"cu_seqlens={borders!r} must rise from 0 to T={num_tokens!r} without decreasing")
-    return borders
+    return cu_seqlens.shape[0] - 1
 
 
 def _on_host(cu_seqlens: Tensor) -> tuple[int, ...]:
