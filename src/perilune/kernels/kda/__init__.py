@@ -1,7 +1,9 @@
 """Kimi Delta Attention (arXiv 2510.26692): a gated delta rule whose state forgets at its own rate in every key channel.
 
 `kda` runs whole sequences or packed documents, `kda_step` one token for decoding; both compute the recurrence that
-`reference.py` states. Paths: "reference" (token loop) and "chunked" (chunkwise form, plain torch, any device).
+`reference.py` states. Paths: "reference" (token loop), "chunked" (chunkwise form, plain torch, any device), "triton"
+(own kernels, any gate), and adapters to libraries, "cudnn" and "fla". Without `backend` the fastest that is exact for
+the case is taken (choice.py).
 
     o, state = kda(q, k, v, gate_input, beta, gate=SoftplusGate(A_log, dt_bias), qk_l2norm=True)
 
@@ -15,21 +17,17 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from perilune.kernels.documents import document_borders
+from perilune.kernels.documents import check_borders_shape, document_borders
 from perilune.kernels.kda.chunked import chunked_kda
 from perilune.kernels.kda.gates import BoundedGate, Gate, SoftplusGate
 from perilune.kernels.kda.reference import l2norm, recurrent_kda
 from perilune.kernels.kda.reference import step as _reference_step
 from perilune.kernels.precision import full_precision
+from perilune.kernels.triton_support import HAS_TRITON
 
 __all__ = ["BACKENDS", "BoundedGate", "Gate", "SoftplusGate", "kda", "kda_step", "l2norm"]
 
-# A further path (a Triton kernel, an adapter to a library) is one more entry here, plus a line in `_choose_backend`
-# that says when it is the default and why it cannot run otherwise.
-BACKENDS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
-    "reference": recurrent_kda,
-    "chunked": chunked_kda,
-}
+BACKENDS = ("reference", "chunked", "triton", "cudnn", "fla")
 
 
 @full_precision
@@ -46,6 +44,7 @@ def kda(
     cu_seqlens: Tensor | None = None,
     gate: Gate | None = None,
     qk_l2norm: bool = False,
+    beta_max: float | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Kimi Delta Attention over sequences or packed documents, differentiable in every tensor argument.
@@ -56,25 +55,44 @@ def kda(
     initial_state [N, H, K, V]: the state before the first token, zero by default.
     cu_seqlens [N + 1]: borders of packed documents, 0 first and T last; B must be 1. Documents never touch.
     qk_l2norm: divide q and k by sqrt(sum x^2 + 1e-6) per head first.
+    beta_max: beta is a raw input and beta_max * sigmoid(beta) the strength.
+    backend: one of BACKENDS; by default the fastest that is exact for the case.
 
     Returns o [B, T, H, V] in v's dtype and the state after the last token, [N, H, K, V] in float32 (float64 when an
-    input is), or None unless `output_final_state`. Half precision inputs are computed in float32.
+    input is), or None unless `output_final_state`. "reference" and "chunked" compute half precision in float32.
+    "triton" trusts `cu_seqlens` instead of waiting for the device, the others check it.
     """
     _check_sequence_shapes(q, k, v, g, beta)
     batch, num_tokens, num_heads, key_dim = q.shape
     _check_gate(gate, num_heads, key_dim)
+    if beta_max is not None and not beta_max > 0:
+        raise ValueError(f"beta_max={beta_max!r} must be positive, or None when beta is the strength itself.")
+    name = _choose_backend(backend, q, k, v, g, beta, initial_state, gate)
+    scale = key_dim**-0.5 if scale is None else scale
+    if name == "triton":
+        from perilune.kernels.kda.triton import triton_kda
+
+        num_sequences = batch if cu_seqlens is None else check_borders_shape(cu_seqlens, batch=batch)
+        _check_state(initial_state, (num_sequences, num_heads, key_dim, v.shape[-1]), "initial_state")
+        o, state = triton_kda(
+            q, k, v, g, beta, scale=scale, initial_state_NHKV=initial_state, cu_seqlens=cu_seqlens, gate=gate,
+            qk_l2norm=qk_l2norm, beta_max=beta_max,
+        )  # fmt: skip
+        return o, state if output_final_state else None
+
     borders = None if cu_seqlens is None else list(document_borders(cu_seqlens, batch=batch, num_tokens=num_tokens))
     num_sequences = batch if borders is None else len(borders) - 1
     _check_state(initial_state, (num_sequences, num_heads, key_dim, v.shape[-1]), "initial_state")
-    run = BACKENDS[_choose_backend(backend)]
-    o, state = run(
-        q, k, v, g, beta,
-        scale=key_dim**-0.5 if scale is None else scale,
+    dtype = _compute_dtype(q, k, v, g, beta, initial_state)
+    o, state = _path(name)(
+        q, k, v, g,
+        beta if beta_max is None else beta_max * torch.sigmoid(beta.to(dtype)),
+        scale=scale,
         initial_state_NHKV=initial_state,
         cu_seqlens=borders,
         gate=gate,
         qk_l2norm=qk_l2norm,
-        dtype=_compute_dtype(q, k, v, g, beta, initial_state),
+        dtype=dtype,
     )  # fmt: skip
     return o, state if output_final_state else None
 
@@ -114,12 +132,37 @@ def kda_step(
     return o.to(v.dtype), new_state
 
 
-def _choose_backend(backend: str | None) -> str:
-    if backend is None:
+def _choose_backend(
+    backend: str | None, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None,
+    gate: Gate | None,
+) -> str:  # fmt: skip
+    if backend not in (None, *BACKENDS):
+        raise ValueError(f"backend={backend!r} is not a path of kda; expected None or one of {BACKENDS!r}.")
+    if backend not in (None, "triton"):
+        return backend
+    if backend is None and (q.device.type == "cpu" or not HAS_TRITON):
         return "chunked"
-    if backend not in BACKENDS:
-        raise ValueError(f"backend={backend!r} is not a path of kda; expected None or one of {sorted(BACKENDS)!r}.")
-    return backend
+    from perilune.kernels.kda.triton import why_not_triton_kda
+
+    parameters = () if gate is None else (gate.A_log, gate.dt_bias)
+    reason = why_not_triton_kda(q, k, v, g, beta, state, *parameters)
+    if reason is None and q.numel() > 0 and v.numel() > 0:
+        return "triton"
+    if backend == "triton":
+        raise ValueError(f"backend='triton' cannot run this call: {reason or 'q or v is empty'}.")
+    return "chunked"
+
+
+def _path(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
+    if name == "cudnn":
+        from perilune.kernels.kda.cudnn import cudnn_kda
+
+        return cudnn_kda
+    if name == "fla":
+        from perilune.kernels.kda.fla import fla_kda
+
+        return fla_kda
+    return recurrent_kda if name == "reference" else chunked_kda
 
 
 def _compute_dtype(*tensors: Tensor | None) -> torch.dtype:
