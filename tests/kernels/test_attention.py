@@ -57,7 +57,8 @@ def inputs(
 
 
 def outputs_and_gradients(q: Tensor, k: Tensor, v: Tensor, **options) -> list[Tensor]:
-    o, max_logit = attention(q, k, v, **options)
+    o, max_logit, is_bound = attention(q, k, v, **options)
+    assert is_bound.shape == max_logit.shape and not is_bound.any()
     generator = torch.Generator().manual_seed(1)
     weight = torch.randn(o.shape, generator=generator, dtype=torch.float64).to(o)
     gradients = torch.autograd.grad((o * weight).sum(), (q, k, v))
@@ -114,17 +115,17 @@ def test_packed_documents_equal_separate_documents(backend: str) -> None:
 
     weight = torch.randn(packed[0].shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     parts = [attention(*x, backend=backend) for x in zip(*(y.split(lengths, dim=1) for y in (q, k, v)), strict=True)]
-    o = torch.cat([o for o, _ in parts], dim=1)
-    max_logit = torch.stack([maximum for _, maximum in parts]).amax(dim=0)
+    o = torch.cat([o for o, *_ in parts], dim=1)
+    max_logit = torch.stack([maximum for _, maximum, _ in parts]).amax(dim=0)
     assert_same(packed, [o.detach(), max_logit, *torch.autograd.grad((o * weight).sum(), (q, k, v))])
 
 
 @pytest.mark.parametrize("backend", ["tiled", "reference"])
 def test_one_query_with_a_cache_equals_the_last_row_of_the_full_pass(backend: str) -> None:
     q, k, v = inputs(150, batch=2)
-    full, _ = attention(q, k, v, backend=backend)
+    full, *_ = attention(q, k, v, backend=backend)
     for count in (1, 3, 140):
-        last, _ = attention(q[:, -count:], k, v, backend=backend)
+        last, *_ = attention(q[:, -count:], k, v, backend=backend)
         torch.testing.assert_close(last, full[:, -count:], rtol=FLOAT64_RTOL, atol=FLOAT64_RTOL)
 
 
@@ -138,7 +139,7 @@ def test_gradcheck() -> None:
 @pytest.mark.parametrize("backend", ["tiled", "reference"])
 def test_torch_sdpa_agrees(backend: str) -> None:
     q, k, v = inputs(200, batch=2, heads=4, kv_heads=2, width=8, value_width=6)
-    o, _ = attention(q, k, v, backend=backend)
+    o, *_ = attention(q, k, v, backend=backend)
     oracle = F.scaled_dot_product_attention(
         *(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, enable_gqa=True
     ).transpose(1, 2)
@@ -154,7 +155,7 @@ def test_max_logit_is_the_dense_maximum_exactly(dtype: torch.dtype) -> None:
     # Small integers and a power-of-two scale: every product and sum is exact, so "exactly" holds for any sum order.
     q, k, v = (x.detach().mul(4).round().clamp(-8, 8).requires_grad_() for x in inputs(300, dtype=dtype))
     cu_seqlens = torch.tensor([0, 7, 20, 180, 300])
-    _, ours = attention(q, k, v, scale=0.25, cu_seqlens=cu_seqlens, backend="tiled")
+    _, ours, _ = attention(q, k, v, scale=0.25, cu_seqlens=cu_seqlens, backend="tiled")
     document = torch.bucketize(torch.arange(300), cu_seqlens[1:], right=True)
     allowed = (document[:, None] == document) & (torch.arange(300)[:, None] >= torch.arange(300))
     logits = 0.25 * torch.einsum("bihd,bjhd->hij", q.double(), k.double().repeat_interleave(2, dim=2))
@@ -219,8 +220,8 @@ def test_expanded_and_strided_inputs_are_accepted() -> None:
     q, k, v = inputs(70, heads=4, kv_heads=4, width=6, value_width=6)
     shared = k[:, :, :1].detach().expand(-1, -1, 4, -1)
     both = torch.cat([q, v], dim=-1).detach()
-    views = attention(both[..., :6], shared, both[..., 6:], backend="tiled")
-    copies = attention(*(x.contiguous() for x in (both[..., :6], shared, both[..., 6:])), backend="tiled")
+    views = attention(both[..., :6], shared, both[..., 6:], backend="tiled")[:2]
+    copies = attention(*(x.contiguous() for x in (both[..., :6], shared, both[..., 6:])), backend="tiled")[:2]
     assert_same(list(views), list(copies))
 
 
@@ -238,7 +239,7 @@ def poisoned(name: str, position: int, poison: float, *, length: int) -> dict[st
 
 def results_of(tensors: dict[str, Tensor], cu_seqlens: Tensor | None) -> list[Tensor]:
     leaves = [tensors[name].clone().requires_grad_() for name in ("q", "k", "v")]
-    o, _ = attention(*leaves, cu_seqlens=cu_seqlens, backend="tiled")
+    o, *_ = attention(*leaves, cu_seqlens=cu_seqlens, backend="tiled")
     return [o.detach(), *torch.autograd.grad(o, leaves, tensors["grad_o"])]
 
 
@@ -292,8 +293,8 @@ def test_forbidden_pairs_may_overflow(dtype: torch.dtype, huge: float) -> None:
     grad_o[0, 4], v[0, 9], grad_o[0, 9] = huge, huge, 0.0
     cu_seqlens = torch.tensor([0, 10, 20])
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    o, max_logit = attention(*leaves, cu_seqlens=cu_seqlens, backend="tiled")
-    expected, right = attention(*leaves, cu_seqlens=cu_seqlens, backend="reference")
+    o, max_logit, _ = attention(*leaves, cu_seqlens=cu_seqlens, backend="tiled")
+    expected, right, _ = attention(*leaves, cu_seqlens=cu_seqlens, backend="reference")
     torch.testing.assert_close(max_logit, right)
     torch.testing.assert_close(o, expected)
     assert max_logit.isfinite().all()
@@ -321,7 +322,7 @@ def test_memory_grows_with_the_length_and_not_with_its_square(kv_heads: int) -> 
     bound = heads * tiled.QUERY_TILE * (tiled.KEY_TILE + tiled.QUERY_TILE)
     assert bound < length * length / 10
     with LargestTensor() as mode:
-        o, _ = attention(q, k, v, backend="tiled")
+        o, *_ = attention(q, k, v, backend="tiled")
         forward = mode.largest
         o.sum().backward()
     assert heads * tiled.QUERY_TILE * tiled.KEY_TILE <= forward <= bound and mode.largest <= bound

@@ -105,6 +105,45 @@ def test_an_infinite_tau_only_watches():
     assert all(torch.equal(before[name], tensor) for name, tensor in module.state_dict().items())
 
 
+def test_upper_bounds_are_reported_and_clip_nothing():
+    module = GroupedAttention(8, 3, 3, 4)
+    clip = QKClip(module, tau=1.0)
+    before = copy.deepcopy(module.state_dict())
+    module.recorder.update(torch.tensor([0.9, 0.4, 5.0]), torch.tensor([True, False, True]))
+    report = clip.apply()
+    # A bound above tau means that somebody else's threshold was used; it says nothing about the head.
+    torch.testing.assert_close(report.max_logits, torch.tensor([[0.9, 0.4, 5.0]]))
+    assert report.is_bound.tolist() == [[True, False, True]] and report.num_clipped == 0
+    assert all(torch.equal(before[name], tensor) for name, tensor in module.state_dict().items())
+
+
+def test_bounds_and_exact_maxima_mix_over_micro_batches():
+    module = GroupedAttention(8, 4, 4, 4, bias=False)
+    clip = QKClip(module, tau=1.0)
+    module.recorder.update(torch.tensor([0.9, 0.9, 4.0, 0.5]), torch.tensor([True, True, False, False]))
+    module.recorder.update(torch.tensor([0.5, 4.0, 0.9, 0.7]), torch.tensor([False, False, True, True]))
+    seen = clip.seen()
+    assert seen.is_bound.tolist() == [[True, False, False, True]] and seen.num_clipped == 0
+    report = clip.apply()
+    torch.testing.assert_close(report.max_logits, torch.tensor([[0.9, 4.0, 4.0, 0.7]]))
+    assert torch.equal(report.is_bound, seen.is_bound) and report.num_clipped == 2
+    assert report.by_layer() == ([4.0], [False])
+    assert not clip.seen().is_bound.any() and clip.seen().max_logits.eq(-math.inf).all()
+    module.recorder.update(torch.tensor([0.1, 0.9, 0.3, 0.2]), torch.tensor([False, True, False, False]))
+    largest, is_bound = clip.apply().by_layer()
+    assert largest == [pytest.approx(0.9)] and is_bound == [True]
+
+
+def test_recorders_learn_the_lowest_threshold_anybody_clips_at():
+    module = GroupedAttention(8, 2, 2, 4)
+    assert module.recorder.clip_threshold == -math.inf  # all exact, as long as nobody says what they need
+    QKClip(module, tau=math.inf)
+    assert module.recorder.clip_threshold == math.inf
+    for tau, expected in ((50.0, 50.0), (70.0, 50.0), (20.0, 20.0)):
+        QKClip(module, tau)
+        assert module.recorder.clip_threshold == expected
+
+
 def test_a_broken_head_does_not_keep_another_from_being_clipped():
     module = GroupedAttention(8, 2, 2, 4, bias=False)
     before = module.q_proj.weight.detach().clone()

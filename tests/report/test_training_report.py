@@ -82,6 +82,18 @@ def test_headlines_are_the_last_validation(tmp_path: Path) -> None:
     assert shown["highest attention logit"] == "41.0"
 
 
+@pytest.mark.parametrize(
+    ("bounds", "headline"),
+    [([True, True], "at most 41.0"), ([False, True], "at most 41.0"), ([True, False], "41.0"), ("broken", "41.0")],
+)
+def test_upper_bounds_of_logits_are_marked(tmp_path: Path, bounds: Any, headline: str) -> None:
+    records = [train_record(step, max_logit_is_bound=bounds) for step in range(1, 41)]
+    page = training_page(read_run(write_run(tmp_path / "tiny", records)))
+    assert {each.label: each.value for each in page.headlines}["highest attention logit"] == headline
+    captions = [plot.caption for section in page.sections for plot in getattr(section, "plots", ())]
+    assert any("upper bounds" in caption for caption in captions)
+
+
 @pytest.mark.parametrize("tail", [b"", b'{"kind": "tra', b"\xff\xfe", b"null", b"[]"])
 def test_unfinished_last_line_is_ignored(tmp_path: Path, tail: bytes) -> None:
     folder = write_run(tmp_path / "tiny", whole_run(), tail=tail)

@@ -42,5 +42,16 @@ def test_skipped_steps_and_validation_are_always_said_and_only_where_they_happen
     assert "step 33/600  valid loss 1.900  1.400 bits/byte" in lines
 
 
+def test_an_upper_bound_of_the_largest_logit_is_said_to_be_one() -> None:
+    records = [
+        train_record(1, max_logit_is_bound=[False, True]),
+        train_record(2, max_logit_is_bound=[True, False]),
+        train_record(3, max_logit=[None, 2.0], max_logit_is_bound=[False, True]),
+        train_record(4, max_logit=[None, None]),
+    ]
+    said = [line.partition("max logit ")[2].partition("  ")[0] for line in lines_of(4, records)]
+    assert said == ["<= 7.5", "7.5", "<= 2.0", ""]
+
+
 def test_quiet_says_nothing() -> None:
     assert lines_of(10, [train_record(step) for step in range(1, 11)], quiet=True) == []

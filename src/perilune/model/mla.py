@@ -7,8 +7,8 @@
     y   = W_o concat_h softmax(s q_h k_h^T) v_h
 
 Decoding one token absorbs W_uk into the query and W_uv into the output, so attention runs over the latents themselves
-(one shared head of width R + rope) and never expands keys. The layer reports the exact maximum logit per head, which is
-what QK-Clip needs.
+(one shared head of width R + rope) and never expands keys. In training the layer reports the maximum logit per head,
+which is what QK-Clip needs: exact above its threshold, on CUDA an upper bound below.
 """
 
 from collections.abc import Mapping
@@ -95,8 +95,14 @@ class LatentAttention(nn.Module):
             )
             if x_BTD.shape[1] == 1:
                 return self.o_proj(self._absorbed(q, latent, k_rope))
-        o, max_logit = attention(q, *self._expand(latent, k_rope), scale=self.scale, cu_seqlens=packing.cu_seqlens)
-        self.max_logit.update(max_logit)
+        o, max_logit, is_bound = attention(
+            q,
+            *self._expand(latent, k_rope),
+            scale=self.scale,
+            cu_seqlens=packing.cu_seqlens,
+            clip_threshold=self.max_logit.clip_threshold if self.training else None,
+        )
+        self.max_logit.update(max_logit, is_bound)
         return self.o_proj(o.flatten(-2))
 
     def _queries(self, x_BTD: Tensor) -> Tensor:
@@ -122,7 +128,7 @@ class LatentAttention(nn.Module):
         up_k, up_v = per_head.split([config.qk_nope_head_dim, config.v_head_dim], dim=1)
         q = torch.cat([torch.einsum("bthn,hnr->bthr", q_nope, up_k), q_rope], dim=-1)
         k = torch.cat([latent_BSR, k_rope_BSE], dim=-1).unsqueeze(-2)
-        o, _ = attention(q, k, latent_BSR.unsqueeze(-2), scale=self.scale)
+        o, _, _ = attention(q, k, latent_BSR.unsqueeze(-2), scale=self.scale, clip_threshold=None)
         return torch.einsum("bthr,hvr->bthv", o, up_v).flatten(-2)
 
     def logical_matrices(self) -> Mapping[str, Layout]:

@@ -10,6 +10,7 @@ the exponents:
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -23,15 +24,29 @@ class MaxLogitRecorder:
 
     An attention module holds one and calls `update` in its training forwards; eval forwards must not count. Give the
     module as `owner` and the recorder looks at its `training` flag itself. No autograd, no host synchronisation.
+
+    `clip_threshold` tells the module how much is worth knowing: the exact maximum of heads above it, and of the others
+    an upper bound that is not above it if that is cheaper. It is -inf, everything exact, until a QKClip sets its tau.
+    `exact` [heads] is the running maximum without the bounds, so `value` is a bound where it is larger.
     """
 
     def __init__(self, num_heads: int, owner: nn.Module | None = None) -> None:
         self.value = torch.full((num_heads,), -torch.inf, device="cpu")
+        self.exact = self.value
+        self.clip_threshold = -math.inf
         self._owner = owner
         self._seen = False
+        self._wanted = math.inf
 
-    def update(self, max_logit: Tensor) -> None:
-        """Take the elementwise maximum with `max_logit` [heads]; NaN (a broken micro-batch) erases nothing."""
+    def want(self, threshold: float) -> None:
+        """Ask for exact maxima above `threshold`. Of several who ask, the lowest counts."""
+        self.clip_threshold = self._wanted = min(self._wanted, threshold)
+
+    def update(self, max_logit: Tensor, is_bound: Tensor | None = None) -> None:
+        """Take the elementwise maximum with `max_logit` [heads]; NaN (a broken micro-batch) erases nothing.
+
+        is_bound [heads]: which entries are upper bounds; None: none of them.
+        """
         if self._owner is not None and not self._owner.training:
             return
         if max_logit.shape != self.value.shape:
@@ -39,11 +54,14 @@ class MaxLogitRecorder:
                 f"max_logit has shape {tuple(max_logit.shape)}; expected {tuple(self.value.shape)}, one entry a head"
             )
         max_logit = max_logit.detach()
+        exact = max_logit if is_bound is None else max_logit.masked_fill(is_bound, -torch.inf)
         self.value = torch.fmax(self.value, max_logit) if self._seen else max_logit.clone()
+        self.exact = torch.fmax(self.exact, exact) if self._seen else exact.clone()
         self._seen = True
 
     def reset(self) -> None:
         self.value = torch.full_like(self.value, -torch.inf)
+        self.exact = self.value
         self._seen = False
 
 

@@ -18,6 +18,10 @@ in a step is scaled like any other.
 
 Works with any optimizer: attention modules implement `ClipsQK` and feed a `MaxLogitRecorder`; call `QKClip.apply()`
 after `optimizer.step()`. Nothing here waits for the device.
+
+Below tau nothing has to be known exactly: QKClip tells the recorders so (`MaxLogitRecorder.want`), and a module may
+then hand in an upper bound that is not above tau, as attention on CUDA does. Bounds are reported as such and clip
+nothing.
 """
 
 from __future__ import annotations
@@ -69,7 +73,14 @@ class ClipReport:
 
     layers: tuple[str, ...]
     max_logits: Tensor  # [layers, heads]
+    is_bound: Tensor  # bool [layers, heads]: the entry of max_logits is an upper bound
     num_clipped: Tensor  # int64 scalar
+
+    def by_layer(self) -> tuple[list[float], list[bool]]:
+        """The largest entry of every layer, and whether it is only an upper bound. Waits for the device."""
+        exact = self.max_logits.masked_fill(self.is_bound, -torch.inf).amax(dim=-1).tolist()
+        largest = self.max_logits.amax(dim=-1).tolist()
+        return largest, [low < high for low, high in zip(exact, largest, strict=True)]
 
 
 class QKClip:
@@ -100,6 +111,8 @@ class QKClip:
         refuse_qk_norm(named)
         self.layers = tuple(named)
         self.heads = tuple(named.values())
+        for layer in self.heads:
+            layer.recorder.want(tau)
         self.num_heads = max((layer.num_heads for layer in self.heads), default=0)
         self.last_max_logits: Tensor | None = None
         self.ever_clipped = torch.zeros(len(self.layers), self.num_heads, dtype=torch.bool)
@@ -161,22 +174,35 @@ class QKClip:
 
     def max_logits(self) -> Tensor:
         """[layers, heads]: what the recorders hold now, -inf where nothing was seen."""
-        values = [layer.recorder.value for layer in self.heads]
+        return self._recorded()[0]
+
+    def _recorded(self) -> Tensor:
+        """[2, layers, heads]: the largest values, and the largest that are exact."""
+        recorders = [layer.recorder for layer in self.heads]
+        values = [recorder.value for recorder in recorders] + [recorder.exact for recorder in recorders]
         device = self._scaled[0].device if self._scaled else torch.device("cpu")
         dtype = torch.float64 if any(value.dtype == torch.float64 for value in values) else torch.float32
-        max_logits = torch.full((len(values), self.num_heads), -torch.inf, dtype=dtype, device=device)
-        for row, value in zip(max_logits, values, strict=True):
-            row[: len(value)] = value
-        return max_logits
+        if not values:
+            return torch.full((2, 0, 0), -torch.inf, dtype=dtype, device=device)
+        rows = [value.to(device, dtype) for value in values]
+        rows = [nn.functional.pad(row, (0, self.num_heads - len(row)), value=-torch.inf) for row in rows]
+        return torch.stack(rows).unflatten(0, (2, -1))
+
+    def seen(self) -> ClipReport:
+        """What the recorders of this rank hold now; nothing is clipped and nothing forgotten."""
+        max_logits, exact = self._recorded()
+        none = torch.zeros((), dtype=torch.int64, device=max_logits.device)
+        return ClipReport(layers=self.layers, max_logits=max_logits, is_bound=exact < max_logits, num_clipped=none)
 
     @torch.no_grad()
     def apply(self) -> ClipReport:
         """Scale the rows of heads above tau, forget this step's maxima, and say what was seen."""
-        max_logits = self.max_logits()
-        if dist.is_available() and dist.is_initialized() and max_logits.numel():
-            dist.all_reduce(max_logits, op=dist.ReduceOp.MAX, group=self.process_group)
+        recorded = self._recorded()
+        if dist.is_available() and dist.is_initialized() and recorded.numel():
+            dist.all_reduce(recorded, op=dist.ReduceOp.MAX, group=self.process_group)
+        max_logits, exact = recorded
         self._place(max_logits.device)
-        gamma = gamma_of(max_logits, self.tau)
+        gamma = gamma_of(exact, self.tau)
         for number, layer in enumerate(self.heads):
             if is_frozen(layer, self.gqa):
                 gamma[number] = 1.0
@@ -193,7 +219,9 @@ class QKClip:
         self.last_max_logits = max_logits
         self.ever_clipped = self.ever_clipped | clipped
         self.discard()
-        return ClipReport(layers=self.layers, max_logits=max_logits, num_clipped=clipped.sum())
+        return ClipReport(
+            layers=self.layers, max_logits=max_logits, is_bound=exact < max_logits, num_clipped=clipped.sum()
+        )
 
     def discard(self) -> None:
         """Forget this step's maxima without clipping; for steps the trainer skips."""

@@ -161,7 +161,12 @@ def _headlines(records: RunRecords) -> list[Headline]:
     if peaks := [peak for record in records.train if (peak := _peak_logit(record)) is not None]:
         tau = records.tau
         note = "QK-Clip off" if tau is None else f"limit {compact(tau)}"
-        found.append(Headline(label="highest attention logit", value=f"{max(peaks):.1f}", note=note))
+        known = max(
+            (peak for record in records.train if (peak := _peak_logit(record, exact=True)) is not None),
+            default=-math.inf,
+        )
+        value = f"{max(peaks):.1f}" if known >= max(peaks) else f"at most {max(peaks):.1f}"
+        found.append(Headline(label="highest attention logit", value=value, note=note))
     return found
 
 
@@ -237,6 +242,8 @@ def _logit_plots(records: RunRecords) -> list[Plot]:
     tau = records.tau
     limits = [] if tau is None else [Threshold(value=tau, name=f"limit {compact(tau)}")]
     caption = f"Attention layers counted from the input ({layers}); the highest logit of any head, before the clip."
+    if any("max_logit_is_bound" in record for record in records.train):
+        caption += " Below the limit some values are upper bounds (the log-sum-exp of a row), marked in metrics.jsonl."
     clipped = series_from_records(records.train, "clipped_heads", name="heads")
     return [
         Plot(
@@ -341,8 +348,13 @@ def _logits(record: Mapping[str, Any]) -> list[float | None]:
     return [value if value is not None and math.isfinite(value) else None for value in values]
 
 
-def _peak_logit(record: Mapping[str, Any]) -> float | None:
-    return max((logit for logit in _logits(record) if logit is not None), default=None)
+def _peak_logit(record: Mapping[str, Any], *, exact: bool = False) -> float | None:
+    """The largest logit of any layer; with `exact`, of those that are not only upper bounds."""
+    logits = _logits(record)
+    bounds = record.get("max_logit_is_bound") if exact else None
+    bounds = bounds if isinstance(bounds, list) and len(bounds) == len(logits) else [False] * len(logits)
+    known = (logit for logit, bound in zip(logits, bounds, strict=True) if logit is not None and not bound)
+    return max(known, default=None)
 
 
 def _read_object(path: Path) -> dict[str, Any]:

@@ -6,6 +6,8 @@ length in bytes, and resuming cuts off what was written after. One JSON object a
     {"kind": "train", "step", "loss", "bits_per_byte", "lr", "grad_norm", "tokens", "tokens_per_s", "max_logit", ...}
     {"kind": "valid", "step", "loss", "bits_per_byte"}      {"kind": "sample", "step", "prompt", "text"}
 
+`max_logit` holds the largest attention logit of every softmax layer; where it is only known not to be larger than the
+number, which is all QK-Clip needs below its limit, `max_logit_is_bound` [layers] is there and says true.
 `step` counts finished optimizer steps. Fields in TIMING_FIELDS depend on the machine and its mood; all others are a
 function of config and seed.
 """

@@ -81,9 +81,9 @@ class Optimization:
         self.optimizer.zero_grad(set_to_none=True)
         if self.clip is None:
             return nothing_seen()
-        seen = self.clip.max_logits()
+        seen = self.clip.seen()
         self.clip.discard()
-        return ClipReport(layers=self.clip.layers, max_logits=seen, num_clipped=torch.zeros((), dtype=torch.int64))
+        return seen
 
     def clip_tensors(self) -> dict[str, torch.Tensor]:
         """QK-Clip's statistics, for the checkpoint."""
@@ -97,7 +97,12 @@ class Optimization:
 
 
 def nothing_seen() -> ClipReport:
-    return ClipReport(layers=(), max_logits=torch.zeros(0, 1), num_clipped=torch.zeros((), dtype=torch.int64))
+    return ClipReport(
+        layers=(),
+        max_logits=torch.zeros(0, 1),
+        is_bound=torch.zeros(0, 1, dtype=torch.bool),
+        num_clipped=torch.zeros((), dtype=torch.int64),
+    )
 
 
 def build_optimization(model: nn.Module, config: OptimizerConfig) -> Optimization:

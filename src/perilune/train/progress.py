@@ -106,7 +106,7 @@ class DataProgress:
 
 
 def line_of(record: Record, *, bits_per_byte: bool = True) -> str:
-    """`loss 3.127  2.05 bits/byte  max logit 31.4  12,345 tok/s`"""
+    """`loss 3.127  2.05 bits/byte  max logit 31.4  12,345 tok/s`; `max logit <= 31.4` where it is an upper bound."""
     if record["kind"] == "sample":
         return f"{record['prompt']!r} -> {record['text']!r}"
     parts = []
@@ -116,9 +116,10 @@ def line_of(record: Record, *, bits_per_byte: bool = True) -> str:
         parts.append(f"{'valid ' if record['kind'] == 'valid' else ''}loss {record['loss']:.3f}")
     if bits_per_byte and _number(record.get("bits_per_byte")):
         parts.append(f"{record['bits_per_byte']:.3f} bits/byte")
-    logits = [value for value in record.get("max_logit") or [] if _number(value)]
-    if logits:
-        parts.append(f"max logit {max(logits):.1f}")
+    logits = [value if _number(value) else -math.inf for value in record.get("max_logit") or []]
+    if logits and max(logits) > -math.inf:
+        bounds = record.get("max_logit_is_bound") or [False] * len(logits)
+        parts.append(f"max logit {'<= ' if bounds[logits.index(max(logits))] else ''}{max(logits):.1f}")
     if record.get("tokens_per_s"):
         parts.append(f"{record['tokens_per_s']:,.0f} tok/s")
     return "  ".join(parts)

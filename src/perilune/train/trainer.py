@@ -128,6 +128,7 @@ def train(
             last = at.step == settings.steps
 
             if at.step % settings.log_every == 0 or last or not finite:
+                max_logit, is_bound = clip.by_layer()
                 record = {
                     "kind": "train",
                     "step": at.step,
@@ -138,7 +139,8 @@ def train(
                     "tokens": at.tokens,
                     "tokens_per_s": throughput.mark(at.tokens),
                     "peak_memory_bytes": peak_memory_bytes(run.device),
-                    "max_logit": clip.max_logits.amax(dim=-1).tolist(),
+                    "max_logit": max_logit,
+                    **({"max_logit_is_bound": is_bound} if any(is_bound) else {}),
                     "clipped_heads": int(clip.num_clipped),
                     "skipped": at.skipped,
                 }

@@ -1,7 +1,8 @@
 """Causal attention over packed documents by torch's compiled FlexAttention (arXiv 2412.05496), CUDA only.
 
-FlexAttention hands out each row's largest score beside the output, which is what QK-Clip needs. Its block mask is built
-here from the documents' borders, block against block: `create_block_mask` would evaluate every pair of tokens.
+FlexAttention hands out each row's log-sum-exp beside the output at no cost, and each row's largest score at some;
+QK-Clip needs the second, or the first with the kernel in `triton.py`. Its block mask is built here from the documents'
+borders, block against block: `create_block_mask` would evaluate every pair of tokens.
 Scores are kept in base 2 inside the kernel, so `max_logit` may differ from the dense maximum in its last bit.
 """
 
@@ -64,6 +65,13 @@ def document_mask(document_T: Tensor) -> BlockMask:
     )
 
 
+def _document_of_token(cu_seqlens: Tensor | None, length: int, device: torch.device) -> Tensor:
+    if cu_seqlens is None:
+        return torch.zeros(length, dtype=torch.int64, device=device)
+    positions = torch.arange(length, device=device, dtype=cu_seqlens.dtype)
+    return torch.searchsorted(cu_seqlens[1:].contiguous(), positions, right=True)
+
+
 # All layers of a model ask for the mask of the same cu_seqlens: the last one is kept, without keeping cu_seqlens alive.
 _last_mask: tuple[weakref.ref[Tensor], int, BlockMask] | None = None
 
@@ -74,15 +82,14 @@ def _mask_of(cu_seqlens: Tensor, length: int) -> BlockMask:
         owner, version, mask = _last_mask
         if owner() is cu_seqlens and version == cu_seqlens._version and mask.shape[-1] == length:
             return mask
-    positions = torch.arange(length, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
-    mask = document_mask(torch.searchsorted(cu_seqlens[1:].contiguous(), positions, right=True))
+    mask = document_mask(_document_of_token(cu_seqlens, length, cu_seqlens.device))
     _last_mask = (weakref.ref(cu_seqlens), cu_seqlens._version, mask)
     return mask
 
 
 @lru_cache(maxsize=8)
 def _causal_mask(length: int, device: torch.device) -> BlockMask:
-    return document_mask(torch.zeros(length, dtype=torch.int64, device=device))
+    return document_mask(_document_of_token(None, length, device))
 
 
 @lru_cache(maxsize=1)
@@ -90,21 +97,30 @@ def _compiled() -> Callable[..., Any]:
     return torch.compile(flex_attention, fullgraph=True)
 
 
-def flex_attention_with_max(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float, cu_seqlens: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Return o [B, T, H, Dv] and the detached max_logit [H]."""
+def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, cu_seqlens: Tensor | None, aux: AuxRequest) -> Any:
+    options = {"scale": scale, "enable_gqa": q.shape[2] != k.shape[2], "return_aux": aux}
+    heads_first = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+    if torch.compiler.is_compiling():  # part of the caller's graph; what is kept between calls would break it
+        mask = document_mask(_document_of_token(cu_seqlens, q.shape[1], q.device))
+        return flex_attention(*heads_first, block_mask=mask, **options)
     mask = _causal_mask(q.shape[1], q.device) if cu_seqlens is None else _mask_of(cu_seqlens, q.shape[1])
     # One compiled function serves every width, dtype, mode and number of heads a process meets; dynamo's default limit
     # of 8 variants would end the process at the ninth.
     with torch._dynamo.config.patch(recompile_limit=MAX_VARIANTS, accumulated_recompile_limit=MAX_VARIANTS):
-        o_BHTV, aux = _compiled()(
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            block_mask=mask,
-            scale=scale,
-            enable_gqa=q.shape[2] != k.shape[2],
-            return_aux=AuxRequest(max_scores=True),
-        )
+        return _compiled()(*heads_first, block_mask=mask, **options)
+
+
+def flex_attention_with_max(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, cu_seqlens: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return o [B, T, H, Dv] and the detached max_logit [H]."""
+    o_BHTV, aux = _attend(q, k, v, scale, cu_seqlens, AuxRequest(max_scores=True))
     return o_BHTV.transpose(1, 2), aux.max_scores.detach().amax(dim=(0, 2)).float()
+
+
+def flex_attention_with_lse(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, cu_seqlens: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return o [B, T, H, Dv] and the detached log-sum-exp [B, H, T]."""
+    o_BHTV, aux = _attend(q, k, v, scale, cu_seqlens, AuxRequest(lse=True))
+    return o_BHTV.transpose(1, 2), aux.lse.detach().float()
