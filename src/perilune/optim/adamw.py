@@ -4,6 +4,7 @@
     p <- p (1 - lr decay) - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
 
 Gradients and states are float32 or wider; t is counted per parameter, so a parameter without gradient stands still.
+On a GPU one library kernel does it all; counter and learning rate may lie on the device there, for CUDA graphs.
 
 Not free of scale, as torch's is not: eps counts when gradients fall below 1e-8, and the square of a float32 gradient
 above about 1e20 leaves the number range. v is then infinite and stays so: that entry never moves again but by decay.
@@ -31,16 +32,36 @@ def adamw_update(
     gradients: list[Tensor],
     states: Sequence[dict[str, Any]],
     *,
+    lr: float | Tensor,
+    lr_on_device: Tensor | None = None,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> None:
+    """One step in place on `masters` and `states`; gradients are only read.
+
+    lr_on_device: the same as `lr`, float32 where the masters lie; lets a GPU read it there.
+    """
+    # One launch where the counters lie on the device.
+    torch._foreach_add_([state["step"] for state in states], 1)
+    if lr_on_device is not None and all(map(_fusable, masters, gradients, states)):
+        _fused(masters, gradients, states, lr=lr_on_device, betas=betas, eps=eps, weight_decay=weight_decay)
+    else:
+        _foreach(masters, gradients, states, lr=float(lr), betas=betas, eps=eps, weight_decay=weight_decay)
+
+
+def _foreach(
+    masters: list[Tensor],
+    gradients: list[Tensor],
+    states: Sequence[dict[str, Any]],
+    *,
     lr: float,
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
 ) -> None:
-    """One step in place on `masters` and `states`; gradients are only read."""
     first = [state["exp_avg"] for state in states]
     second = [state["exp_avg_sq"] for state in states]
-    for state in states:
-        state["step"] += 1
     steps = [float(state["step"]) for state in states]
     if weight_decay:
         torch._foreach_mul_(masters, 1 - lr * weight_decay)
@@ -51,3 +72,62 @@ def adamw_update(
     torch._foreach_div_(scale, [math.sqrt(1 - betas[1] ** step) for step in steps])
     torch._foreach_add_(scale, eps)
     torch._foreach_addcdiv_(masters, first, scale, [-lr / (1 - betas[0] ** step) for step in steps])
+
+
+def _fusable(master: Tensor, gradient: Tensor, state: dict[str, Any]) -> bool:
+    tensors = (master, gradient, state["exp_avg"], state["exp_avg_sq"])
+    return all(
+        type(tensor) in (Tensor, torch.nn.Parameter)
+        and tensor.is_cuda
+        and tensor.device == master.device
+        and tensor.dtype == torch.float32
+        and tensor.stride() == master.stride()
+        and _is_dense(tensor)
+        for tensor in tensors
+    )
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill their memory without gaps or overlap, in some order of the dimensions."""
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape) if size > 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _fused(
+    masters: list[Tensor],
+    gradients: list[Tensor],
+    states: Sequence[dict[str, Any]],
+    *,
+    lr: Tensor,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> None:
+    alike: dict[tuple[torch.device, float], list[int]] = {}
+    for number, (master, state) in enumerate(zip(masters, states, strict=True)):
+        step = -1.0 if state["step"].is_cuda else float(state["step"])
+        alike.setdefault((master.device, step), []).append(number)
+    for (device, step), members in alike.items():
+        if step < 0:
+            steps = [states[number]["step"] for number in members]
+        else:
+            steps = [torch.full((), step, device=device)] * len(members)
+        torch._fused_adamw_(
+            [masters[number] for number in members],
+            [gradients[number] for number in members],
+            [states[number]["exp_avg"] for number in members],
+            [states[number]["exp_avg_sq"] for number in members],
+            [],
+            steps,
+            lr=lr.to(device),
+            beta1=betas[0],
+            beta2=betas[1],
+            weight_decay=weight_decay,
+            eps=eps,
+            amsgrad=False,
+            maximize=False,
+        )

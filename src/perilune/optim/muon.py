@@ -15,6 +15,10 @@ one stack. State exists from the start for every parameter, so checkpoints have 
 gradient. Parameters without a gradient are left alone: no decay, no momentum. Gradients are only read. No step waits
 for the device when the learning rate is a float.
 
+On a GPU the passes over memory are fused (fused.py) and Newton-Schulz runs in float16, whose rounding is an eighth of
+bfloat16's and whose range a normalised matrix never leaves. With `capturable=True` a step can be recorded in a CUDA
+graph (capture.py).
+
 Muon's half ignores the scale of a gradient at any finite size. AdamW's does not (see adamw.py): clip or skip steps
 whose gradients explode.
 """
@@ -29,8 +33,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from perilune.kernels.newton_schulz import orthogonalize
+from perilune.kernels.newton_schulz import orthogonalize, resolve_coefficients
+from perilune.kernels.triton_support import HAS_TRITON
 from perilune.optim.adamw import adamw_update, new_adamw_state
+from perilune.optim.capture import CapturedStep, Settings, is_capturing
 from perilune.optim.matrices import Adam, Layout, blocks
 from perilune.optim.plan import PlannedParameter, plan_parameters
 from perilune.optim.qk_clip import ClipReport, QKClip, find_heads, is_frozen
@@ -39,7 +45,10 @@ from perilune.optim.table import GroupRow, format_rows, group_rows
 
 MUON, ADAM_DECAY, ADAM = "muon", "adam_decay", "adam"
 CONVENTION = "average"
-OWN_ATTRIBUTES = ("per_head", "coefficients", "orthogonalize_dtype", "qk_clip", "qk_report", "_layouts", "_names")
+OWN_ATTRIBUTES = (
+    *("per_head", "coefficients", "orthogonalize_dtype", "capturable"),
+    *("qk_clip", "qk_report", "_layouts", "_names"),
+)
 
 
 class MuonClip(torch.optim.Optimizer):
@@ -64,6 +73,7 @@ class MuonClip(torch.optim.Optimizer):
         adam_weight_decay: float | None = None,
         coefficients: str | Sequence[tuple[float, float, float]] = "jordan",
         orthogonalize_dtype: torch.dtype | None = None,
+        capturable: bool = False,
         qk_clip: QKClip | None = None,
     ) -> None:
         adam_lr = lr if adam_lr is None else adam_lr
@@ -79,11 +89,12 @@ class MuonClip(torch.optim.Optimizer):
         self.per_head = per_head
         self.coefficients = coefficients
         self.orthogonalize_dtype = orthogonalize_dtype
+        self.capturable = capturable
         self.qk_clip = qk_clip
         self.qk_report: ClipReport | None = None
         self._layouts: dict[nn.Parameter, Layout] = {entry.parameter: entry.layout for entry in plan}
         self._names: dict[nn.Parameter, str] = {entry.parameter: entry.name for entry in plan}
-        self._stacks: dict[tuple[nn.Parameter, ...], list[Stack]] = {}
+        self._forget_places()
         muon = {
             "lr": lr,
             "weight_decay": weight_decay,
@@ -125,6 +136,7 @@ class MuonClip(torch.optim.Optimizer):
         decay_norm_gains: bool = True,
         coefficients: str | Sequence[tuple[float, float, float]] = "jordan",
         orthogonalize_dtype: torch.dtype | None = None,
+        capturable: bool = False,
         overrides: Mapping[str, Layout] | None = None,
     ) -> MuonClip:
         """MuonClip over all trainable parameters of `model`.
@@ -135,9 +147,9 @@ class MuonClip(torch.optim.Optimizer):
         default to lr and weight_decay. decay_norm_gains: also decay gains of norms, as Moonlight; only where the
         default rule decides, so not for modules that declare their own (use overrides there). coefficients: a
         Newton-Schulz set of perilune.kernels.newton_schulz, or one (a, b, c) a step. orthogonalize_dtype: None takes
-        bfloat16 where the device multiplies it in hardware, else float32. Results then differ between machines in the
-        third digit of an update; give it to pin them. overrides: layout by parameter name or pattern, e.g.
-        {"blocks.*.gate.weight": Adam()}.
+        float16 on a GPU, bfloat16 on a CPU that multiplies it in hardware, else float32. Results then differ between
+        machines in the third digit of an update; give it to pin them. capturable: let CUDA graphs record `step`, see
+        `captured_step`. overrides: layout by parameter name or pattern, e.g. {"blocks.*.gate.weight": Adam()}.
         """
         plan = plan_parameters(model, overrides=overrides, decay_norm_gains=decay_norm_gains)
         return cls(
@@ -153,6 +165,7 @@ class MuonClip(torch.optim.Optimizer):
             adam_weight_decay=adam_weight_decay,
             coefficients=coefficients,
             orthogonalize_dtype=orthogonalize_dtype,
+            capturable=capturable,
             qk_clip=None if qk_clip_tau is None else _clip_for(model, qk_clip_tau, gqa),
         )
 
@@ -164,24 +177,40 @@ class MuonClip(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        capturing = is_capturing()
+        if capturing and not self.capturable:
+            raise RuntimeError(
+                "a CUDA graph is recording a step of a MuonClip that was not built for it: lr and step counts would be "
+                "constants of the graph. Build it with capturable=True"
+            )
         moved = False
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             if not parameters:
                 continue
             moved = True
-            gradients = [self._gradient_of(parameter) for parameter in parameters]
+            raw_gradients = [self._gradient_of(parameter) for parameter in parameters]
+            states = [self._state_of(parameter) for parameter in parameters]
+            settings = self._settings_for(group, parameters[0].device)
+            if group["name"] == MUON and self._fused_update(group, parameters, raw_gradients, states, settings):
+                continue
+            gradients = [_at_least_float32(gradient) for gradient in raw_gradients]
             # Half-precision parameters are updated in float32 and rounded once.
             masters = [_at_least_float32(parameter.detach()) for parameter in parameters]
-            states = [self._state_of(parameter) for parameter in parameters]
             if group["name"] == MUON:
+                if capturing:
+                    raise RuntimeError(
+                        f"{self._names[parameters[0]]!r} and the other matrices cannot be stepped in a CUDA graph: "
+                        f"{self._why_not_fused(parameters, raw_gradients, states)}"
+                    )
                 self._muon_update(group, parameters, masters, gradients, states)
             else:
                 adamw_update(
                     masters,
                     gradients,
                     states,
-                    lr=float(group["lr"]),
+                    lr=group["lr"],
+                    lr_on_device=None if settings is None else settings[0],
                     betas=group["betas"],
                     eps=group["eps"],
                     weight_decay=group["weight_decay"],
@@ -190,14 +219,107 @@ class MuonClip(torch.optim.Optimizer):
                 if master.dtype != parameter.dtype:
                     parameter.copy_(master)
         if moved and self.qk_clip is not None:
-            self.qk_report = self.qk_clip.apply()
+            self._apply_qk_clip()
         return loss
+
+    def captured_step(self) -> CapturedStep:
+        """A callable to use in place of `step`: the first call is an ordinary step, the second records a CUDA graph,
+        all later ones replay it, with the lr, weight decay and momentum that param_groups hold at that time."""
+        return CapturedStep(self)
+
+    def update_settings(self) -> None:
+        """Bring lr, weight decay and momentum of param_groups to where a recorded step reads them.
+
+        For graphs of your own that contain `step`: call it before each replay. Waits for nothing. Not needed for a
+        learning rate that is a tensor on the device and changed in place, as torch's schedulers do.
+        """
+        for group in self.param_groups:
+            for (name, _), settings in self._settings.items():
+                if name == group["name"]:
+                    settings.write(group)
 
     def skip_step(self) -> None:
         """Call instead of `step` when a step is thrown away (non-finite loss): its attention maxima must not clip the
         next."""
         if self.qk_clip is not None:
             self.qk_clip.discard()
+
+    def _apply_qk_clip(self) -> None:
+        clip = self.qk_clip
+        assert clip is not None
+        ever_clipped = clip.ever_clipped
+        self.qk_report = clip.apply()
+        if self.capturable and ever_clipped.device == clip.ever_clipped.device:
+            # In place, so that every replay of a graph adds to what earlier ones saw.
+            clip.ever_clipped = ever_clipped.copy_(clip.ever_clipped)
+
+    def _settings_for(self, group: dict[str, Any], device: torch.device) -> Tensor | None:
+        """lr, weight decay and 1 - momentum in device memory, for what reads them there; None where nothing does."""
+        if device.type != "cuda":
+            return None
+        key = (group["name"], device)
+        if key not in self._settings:
+            if is_capturing():
+                raise RuntimeError("take one step with MuonClip before a CUDA graph records one")
+            self._settings[key] = Settings(device)
+        if not is_capturing():
+            self._settings[key].write(group)
+        return self._settings[key].read(group)
+
+    def _why_not_fused(
+        self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor], states: Sequence[dict[str, Tensor]]
+    ) -> str | None:
+        if parameters[0].device.type != "cuda":
+            return "they are not on a GPU"
+        if not HAS_TRITON:
+            return "Triton is not installed (pip install 'perilune[gpu]')"
+        dtype = self.orthogonalize_dtype or fast_dtype("cuda")
+        if dtype not in (torch.float16, torch.bfloat16):
+            return f"orthogonalize_dtype is {dtype}, not float16 or bfloat16"
+        if any(parameter.device != parameters[0].device for parameter in parameters):
+            return "they are on several devices"
+        from perilune.optim.fused import why_not_fused
+
+        momenta = [state["momentum_buffer"] for state in states]
+        return next(filter(None, map(why_not_fused, parameters, gradients, momenta)), None)
+
+    def _fused_update(
+        self,
+        group: dict[str, Any],
+        parameters: Sequence[nn.Parameter],
+        gradients: Sequence[Tensor],
+        states: Sequence[dict[str, Tensor]],
+        settings: Tensor | None,
+    ) -> bool:
+        """The step of Muon's matrices on a GPU; False where the general path has to do it."""
+        if settings is None:
+            return False
+        momenta = [state["momentum_buffer"] for state in states]
+        fused = self._fused
+        fits = fused is not None and fused.fits(parameters, gradients, momenta)
+        if not fits or not fused.holds(gradients):
+            if self._why_not_fused(parameters, gradients, states):
+                return False
+            if fits:
+                fused = fused.with_gradients(gradients)
+            else:
+                from perilune.optim.fused import FusedMatrices
+
+                layouts = [self._layouts[parameter] for parameter in parameters]
+                fused = FusedMatrices(parameters, gradients, momenta, layouts=layouts, per_head=self.per_head)
+        from perilune.kernels.newton_schulz.fast import iterate_normalized
+
+        if is_capturing():
+            # Tables written by the graph exist only once it runs, and must live as long as it may run.
+            self._captured.append(fused)
+        else:
+            self._fused = fused
+        dtype = self.orthogonalize_dtype or fast_dtype("cuda")
+        coefficients = resolve_coefficients(self.coefficients)
+        for stack, members in zip(fused.stacks, fused.members(gradients), strict=True):
+            directions = stack.direction(members, settings, nesterov=group["nesterov"], dtype=dtype)
+            stack.update(settings, iterate_normalized(directions, coefficients))
+        return True
 
     def _muon_update(
         self,
@@ -245,7 +367,7 @@ class MuonClip(torch.optim.Optimizer):
                 f"gradient of {self._names[parameter]!r} is {kind}; "
                 "MuonClip needs dense real gradients (nn.Embedding: sparse=False)"
             )
-        return _at_least_float32(gradient.detach())
+        return gradient.detach()
 
     def _state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
         state = self.state[parameter]
@@ -255,12 +377,29 @@ class MuonClip(torch.optim.Optimizer):
                 state.update(new_adamw_state(parameter, dtype))
             else:
                 state["momentum_buffer"] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+        if "step" in state:
+            # A graph counts on the device, everything else where reading it does not wait; a loaded state may be from
+            # either.
+            wanted = parameter.device if self.capturable else torch.device("cpu")
+            if state["step"].device != wanted:
+                state["step"] = state["step"].to(wanted)
         return state
+
+    def _forget_places(self) -> None:
+        """Where parameters, states and settings lie, and the stacks they form: found again by the next step."""
+        self._stacks: dict[tuple[nn.Parameter, ...], list[Stack]] = {}
+        self._settings: dict[tuple[str, torch.device], Settings] = {}
+        self._fused: Any = None
+        self._captured: list[Any] = []
 
     def __getstate__(self) -> dict[str, Any]:
         """For copy.deepcopy and pickle: torch keeps only its own three entries. Copy or pickle the model along with
         the optimizer, as one object, or the copy steps parameters of its own. Stacks are planned again."""
-        return {**super().__getstate__(), **{name: getattr(self, name) for name in OWN_ATTRIBUTES}, "_stacks": {}}
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in OWN_ATTRIBUTES}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._forget_places()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Groups follow from the plan of the model; there is no way to add one that knows its layouts."""
@@ -362,7 +501,9 @@ def clip_grad_norm_(optimizer: torch.optim.Optimizer | Iterable[Tensor], max_nor
 
 @functools.cache
 def fast_dtype(device_type: str) -> torch.dtype:
-    """bfloat16 where matrix products in it are faster than in float32, else float32."""
+    """Half precision where matrix products in it are faster than in float32, else float32."""
+    if device_type == "cuda":
+        return torch.float16
     if device_type != "cpu":
         return torch.bfloat16
     # Emulated bfloat16 is several times slower than float32; with the instructions it is about twice as fast.

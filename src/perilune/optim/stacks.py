@@ -17,6 +17,8 @@ from perilune.optim.matrices import Layout, blocks
 
 # 2^26 elements: 256 MB of float32. Bounds the memory of a step; below it, larger stacks were never slower.
 STACK_ELEMENTS = 2**26
+# The fused path of a GPU has 16-bit stacks, whose products fill the chip in waves: 1.5 GB with scratch space.
+FUSED_STACK_ELEMENTS = 2**28
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +43,11 @@ class Stack:
         return 0.2 * math.sqrt(self.columns)
 
 
-def plan_stacks(tensors: Sequence[Tensor], layouts: Sequence[Layout], *, per_head: bool) -> list[Stack]:
-    """Cut every tensor by its layout and put blocks of equal shape, device and dtype together, up to STACK_ELEMENTS
-    each."""
+def plan_stacks(
+    tensors: Sequence[Tensor], layouts: Sequence[Layout], *, per_head: bool, max_elements: int | None = None
+) -> list[Stack]:
+    """Cut every tensor by its layout and put blocks of equal shape, device and dtype together, up to `max_elements`
+    each (None: STACK_ELEMENTS)."""
     gathered: dict[tuple[int, int, torch.device, torch.dtype], list[Member]] = {}
     for number, (tensor, layout) in enumerate(zip(tensors, layouts, strict=True)):
         for block, matrix in enumerate(blocks(tensor, layout, per_head=per_head)):
@@ -54,7 +58,7 @@ def plan_stacks(tensors: Sequence[Tensor], layouts: Sequence[Layout], *, per_hea
             gathered.setdefault(key, []).append(Member(tensor=number, block=block, transposed=rows > columns))
     stacks = []
     for (rows, columns, _, _), members in gathered.items():
-        length = max(1, STACK_ELEMENTS // (rows * columns))
+        length = max(1, (max_elements or STACK_ELEMENTS) // (rows * columns))
         for start in range(0, len(members), length):
             stacks.append(Stack(rows=rows, columns=columns, members=tuple(members[start : start + length])))
     return stacks

@@ -14,13 +14,15 @@ from perilune.kernels.newton_schulz.coefficients import COEFFICIENTS, Coefficien
 from perilune.kernels.newton_schulz.dense import dense_orthogonalize
 from perilune.kernels.newton_schulz.reference import reference_orthogonalize
 from perilune.kernels.precision import full_precision
+from perilune.kernels.triton_support import HAS_TRITON
 
-__all__ = ["COEFFICIENTS", "orthogonalize"]
+__all__ = ["COEFFICIENTS", "orthogonalize", "resolve_coefficients"]
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
-def _resolve(coefficients: str | Sequence[tuple[float, float, float]]) -> Coefficients:
+def resolve_coefficients(coefficients: str | Sequence[tuple[float, float, float]]) -> Coefficients:
+    """One (a, b, c) per step, from the name of a set or as given."""
     if not isinstance(coefficients, str):
         return tuple((float(a), float(b), float(c)) for a, b, c in coefficients)
     if coefficients not in COEFFICIENTS:
@@ -43,23 +45,37 @@ def orthogonalize(
 
     coefficients: a name in COEFFICIENTS, or one (a, b, c) per step.
     dtype: what the iteration runs in. bfloat16 reproduces torch.optim.Muon.
-    backend: "dense" (batched, the default) or "reference" (one matrix after the other, the definition).
+    backend: "dense" (batched library products, any device and dtype), "triton" (GPU, half precision; forms.py says what
+    it does less of) or "reference" (one matrix after the other, the definition). None takes "triton" where it runs on
+    the GPU, else "dense".
     """
     if x.ndim < 2 or not x.is_floating_point():
         raise ValueError(f"x must be a floating-point tensor [..., n, m], got {x.dtype} of shape {tuple(x.shape)}")
     if dtype not in _DTYPES:
         raise ValueError(f"dtype={dtype!r} cannot iterate: expected one of {_DTYPES}")
-    steps = _resolve(coefficients)
+    steps = resolve_coefficients(coefficients)
     out_dtype = torch.float64 if x.dtype == dtype == torch.float64 else torch.float32
     if x.numel() == 0:
         return torch.zeros_like(x, dtype=out_dtype)
     x_BNM = x.reshape(-1, *x.shape[-2:])
-    if backend in (None, "dense"):
+    if backend == "triton" or (backend is None and _triton_suits(x_BNM, dtype)):
+        from perilune.kernels.newton_schulz.fast import fast_orthogonalize
+
+        out_BNM = fast_orthogonalize(x_BNM, steps, dtype)
+    elif backend in (None, "dense"):
         out_BNM = dense_orthogonalize(x_BNM, steps, dtype)
     elif backend == "reference":
         out_BNM = torch.zeros_like(x_BNM, dtype=dtype)
         for index in range(x_BNM.shape[0]):
             out_BNM[index] = reference_orthogonalize(x_BNM[index].to(dtype), steps)
     else:
-        raise ValueError(f"backend={backend!r} is unknown: expected 'dense', 'reference' or None to choose")
+        raise ValueError(f"backend={backend!r} is unknown: expected 'dense', 'triton', 'reference' or None to choose")
     return out_BNM.to(out_dtype).reshape(x.shape)
+
+
+def _triton_suits(x_BNM: Tensor, dtype: torch.dtype) -> bool:
+    if x_BNM.device.type != "cuda" or not HAS_TRITON:
+        return False
+    from perilune.kernels.newton_schulz.fast import why_not_fast
+
+    return why_not_fast(x_BNM, dtype) is None

@@ -1,0 +1,111 @@
+"""Newton-Schulz on a GPU: normalise every matrix in float32, choose the cheapest form, iterate in half precision.
+
+Also in Triton's interpreter, in float32, for tests. As an operator of torch.library it can stand in compiled code.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import Tensor
+
+from perilune.kernels.newton_schulz.choice import COPY_ENGINE, POINTERS, choose_form
+from perilune.kernels.newton_schulz.coefficients import Coefficients
+from perilune.kernels.newton_schulz.forms import FORMS, Form, iterate
+from perilune.kernels.newton_schulz.triton import normalized_stack, symmetric_product, why_not_on
+from perilune.kernels.triton_support import INTERPRETED
+
+
+def why_not_fast(x_BNM: Tensor, dtype: torch.dtype) -> str | None:
+    """The reason why this path cannot orthogonalise x in `dtype`, or None when it can."""
+    if reason := _why_not_on(x_BNM.device.type, x_BNM.device.index):
+        return reason
+    if x_BNM.dtype == torch.float64:
+        return "x is float64"
+    if dtype not in (torch.float16, torch.bfloat16) and not (INTERPRETED and dtype == torch.float32):
+        return f"dtype is {dtype}, not float16 or bfloat16"
+    _, rows, columns = x_BNM.shape
+    if rows * columns >= 2**31 or rows * x_BNM.stride(1) >= 2**31:
+        return "a matrix has 2^31 elements or more"
+    return None
+
+
+@torch.compiler.assume_constant_result
+def _why_not_on(device_type: str, index: int | None) -> str | None:
+    """Compiled code asks once, when it is compiled."""
+    return why_not_on(torch.device(device_type) if index is None else torch.device(device_type, index))
+
+
+def fast_orthogonalize(
+    x_BNM: Tensor, coefficients: Coefficients, dtype: torch.dtype, form: Form | None = None
+) -> Tensor:
+    """Orthogonalise a stack [b, n, m], iterating in `dtype`; returns `dtype`."""
+    if reason := why_not_fast(x_BNM, dtype):
+        raise ValueError(f"backend='triton' cannot orthogonalise: {reason}")
+    flat = [value for step in coefficients for value in step]
+    return _orthogonalize(x_BNM.contiguous() if x_BNM.stride(2) != 1 else x_BNM, flat, dtype, form or "")
+
+
+@torch.library.custom_op("perilune::orthogonalize", mutates_args=())
+def _orthogonalize(x_BNM: Tensor, coefficients: list[float], dtype: torch.dtype, form: str) -> Tensor:
+    steps = tuple(zip(coefficients[0::3], coefficients[1::3], coefficients[2::3], strict=True))
+    chosen = FORMS[FORMS.index(form)] if form else None
+    result = iterate_normalized(normalized_stack(x_BNM, dtype), steps, chosen)
+    # Operators of torch.library may not return views, and a turned stack is one.
+    return result.mT.contiguous() if x_BNM.shape[1] > x_BNM.shape[2] else result
+
+
+@_orthogonalize.register_fake
+def _(x_BNM: Tensor, coefficients: list[float], dtype: torch.dtype, form: str) -> Tensor:
+    return torch.empty(x_BNM.shape, dtype=dtype, device=x_BNM.device)
+
+
+def iterate_normalized(x_BNM: Tensor, coefficients: Coefficients, form: Form | None = None) -> Tensor:
+    """The iteration alone on a stack [b, n, m], n <= m, of matrices with Frobenius norm 1 (or 0, or NaN), in the form
+    that suits the shape. Returns the same dtype; x is scratch space afterwards."""
+    batch, rows, columns = x_BNM.shape
+    if form is None:
+        form = choose_form(batch, rows, columns, coefficients)
+        if form != "plain" and not products_are_right(x_BNM.device, x_BNM.dtype):
+            form = "plain"
+    return iterate(x_BNM, coefficients, form)
+
+
+def products_are_right(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether symmetric products on this device agree with the library's, tried once for each device and dtype.
+
+    Assemblers have got Hopper's matrix instructions wrong (see triton_support.py), and wrong directions train a model
+    badly rather than not at all. A CUDA graph that is being recorded cannot be waited for: there, only what was tried
+    before counts.
+    """
+    key = (device, dtype)
+    if key not in _TRIED:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return False
+        _TRIED[key] = _try_products(device, dtype)
+    return _TRIED[key]
+
+
+_TRIED: dict[tuple[torch.device, torch.dtype], bool] = {}
+
+
+def _try_products(device: torch.device, dtype: torch.dtype) -> bool:
+    rows, bound = 320, 2 * torch.finfo(dtype).eps  # two and a half tiles; each product is rounded once
+    number = torch.arange(2 * rows * rows, device=device, dtype=torch.float64)
+    x = torch.sin(number * number).view(2, rows, rows).mul_(rows**-0.5).to(dtype)
+    identity = torch.eye(rows, device=device, dtype=torch.float64)
+    for tiling in (POINTERS, COPY_ENGINE):
+        gram = symmetric_product(x, x, tiling=tiling)
+        polynomial = symmetric_product(gram, gram, tiling=tiling, alpha=2.0, c_BNN=gram, beta=-5.0, diagonal=3.0)
+        wide, square = x.double(), gram.double()
+        wanted = (wide @ wide.mT, 2 * square @ square - 5 * square + 3 * identity)
+        for got, want in zip((gram, polynomial), wanted, strict=True):
+            if not float((got.double() - want).norm() / want.norm()) < bound:
+                warnings.warn(
+                    f"symmetric products by Triton are wrong on {device} in {dtype}; Newton-Schulz uses the library's "
+                    "products instead, which are slower. A newer Triton or ptxas may help",
+                    stacklevel=2,
+                )
+                return False
+    return True

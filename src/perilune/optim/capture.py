@@ -1,0 +1,141 @@
+"""A whole optimizer step as one CUDA graph, with schedules honoured.
+
+    optimizer = MuonClip.for_model(model, lr=1e-3, capturable=True)
+    step = optimizer.captured_step()
+    for batch in batches:
+        scheduler.step()
+        loss(model, batch).backward()
+        step()
+        optimizer.zero_grad(set_to_none=False)
+
+A graph replays the very same kernels on the very same addresses: it costs the host one call however many matrices there
+are. So gradients must stay where they are (`set_to_none=False`), and whatever changes between steps must be read from
+device memory: lr, weight decay and momentum of Muon, lr of AdamW, the step counts, and the attention maxima that
+QK-Clip looks at. The rest of param_groups is part of the graph; changing it afterwards is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from perilune.optim.muon import MuonClip
+
+# What kernels read from device memory, in this order; "momentum" as 1 - momentum, the weight of the newest gradient.
+SETTINGS = ("lr", "weight_decay", "momentum")
+
+
+def is_capturing() -> bool:
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+class Settings:
+    """Numbers of one param group in device memory, written only when they change."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.values = torch.zeros(len(SETTINGS), dtype=torch.float32, device=device)
+        self._written: list[float | None] = [None] * len(SETTINGS)
+
+    def write(self, group: Mapping[str, Any]) -> None:
+        for number, name in enumerate(SETTINGS):
+            value = group.get(name, 0.0)
+            if isinstance(value, Tensor) and value.is_cuda:
+                self._written[number] = None
+                continue
+            value = 1.0 - float(value) if name == "momentum" else float(value)
+            if value != self._written[number]:
+                self.values[number].fill_(value)
+                self._written[number] = value
+
+    def read(self, group: Mapping[str, Any]) -> Tensor:
+        """The numbers [lr, weight decay, 1 - momentum]; those that are device tensors are copied by the step itself."""
+        for number, name in enumerate(SETTINGS):
+            value = group.get(name)
+            if isinstance(value, Tensor) and value.is_cuda:
+                self.values[number].copy_(1.0 - value if name == "momentum" else value)
+        return self.values
+
+
+class CapturedStep:
+    """Steps of a MuonClip: the first as it is, the second recorded, the others replayed. Made by `captured_step`."""
+
+    def __init__(self, optimizer: MuonClip) -> None:
+        if not optimizer.capturable:
+            raise ValueError("captured_step needs MuonClip(..., capturable=True)")
+        self.optimizer = optimizer
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._warm = False
+        self._places: tuple = ()
+        self._constants: list[dict[str, Any]] = []
+        self._maxima: list[tuple[Tensor, Tensor]] = []
+        self._recorded_report: Any = None
+
+    def __call__(self) -> None:
+        if not self._warm:
+            self.optimizer.step()
+            self._warm = True
+            return
+        if self._graph is None:
+            self._record()
+        self._replay()
+
+    def _record(self) -> None:
+        optimizer = self.optimizer
+        self._places = self._gradient_places()
+        self._constants = self._constants_now()
+        seen = self._hold_maxima()
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            optimizer.step()
+        # Recording runs nothing, but QK-Clip has forgotten the maxima of this step as if it had.
+        self._recorded_report = optimizer.qk_report
+        for recorder, (value, exact) in zip(self._recorders(), seen, strict=True):
+            recorder.value, recorder.exact = value, exact
+
+    def _replay(self) -> None:
+        if self._gradient_places() != self._places:
+            raise RuntimeError(
+                "gradients moved since the step was recorded; keep them where they are: zero_grad(set_to_none=False)"
+            )
+        if (now := self._constants_now()) != self._constants:
+            raise RuntimeError(f"param_groups changed from {self._constants!r} to {now!r}; make a new captured_step()")
+        optimizer = self.optimizer
+        optimizer.update_settings()
+        for (value, exact), recorder in zip(self._maxima, self._recorders(), strict=True):
+            value.copy_(recorder.value)
+            exact.copy_(recorder.exact)
+            recorder.reset()
+        assert self._graph is not None
+        self._graph.replay()
+        optimizer.qk_report = self._recorded_report
+
+    def _hold_maxima(self) -> list[tuple[Tensor, Tensor]]:
+        """Give every recorder tensors that stay, for the graph to read; returns what they held."""
+        seen = [(recorder.value, recorder.exact) for recorder in self._recorders()]
+        device = self.optimizer.param_groups[0]["params"][0].device
+        self._maxima = [(value.to(device, copy=True), exact.to(device, copy=True)) for value, exact in seen]
+        for recorder, (value, exact) in zip(self._recorders(), self._maxima, strict=True):
+            recorder.value, recorder.exact = value, exact
+        return seen
+
+    def _recorders(self) -> list[Any]:
+        clip = self.optimizer.qk_clip
+        return [] if clip is None else [layer.recorder for layer in clip.heads]
+
+    def _gradient_places(self) -> tuple:
+        return tuple(
+            None if parameter.grad is None else parameter.grad.data_ptr()
+            for group in self.optimizer.param_groups
+            for parameter in group["params"]
+        )
+
+    def _constants_now(self) -> list[dict[str, Any]]:
+        constants = []
+        for group in self.optimizer.param_groups:
+            free = {"params", "lr"} | ({"weight_decay", "momentum"} if "momentum" in group else set())
+            constants.append({key: value for key, value in group.items() if key not in free})
+        return constants
