@@ -1,7 +1,8 @@
 """The decoder: embedding, layers of KDA or MLA with SwiGLU or experts, a residual path over depth, norm, head.
 
-Each sublayer reads from the residual stream, is pre-normed, and writes back; what "reads" means (plain sum, full or
-block Attention Residuals) is the business of residual.py. Names of weights follow the public Kimi-Linear checkpoints.
+Each sublayer reads from the residual stream through its pre-norm and writes back; what "reads" means (plain sum, full
+or block Attention Residuals) is the business of residual.py. Names of weights follow the public Kimi-Linear
+checkpoints.
 """
 
 from collections.abc import Mapping
@@ -45,10 +46,10 @@ class DecoderLayer(nn.Module):
             self.mlp_res = AttentionResidual(config.hidden_size, eps=config.rms_norm_eps)
 
     def forward(self, stream: Stream, packing: Packing, cache: KDACache | MLACache | None = None) -> Stream:
-        h, stream = stream.read()
-        stream = stream.write(self.self_attn(self.input_layernorm(h), packing, cache))
-        h, stream = stream.read()
-        return stream.write(self.mlp(self.post_attention_layernorm(h)))
+        h, stream = stream.read(self.input_layernorm)
+        stream = stream.write(self.self_attn(h, packing, cache))
+        h, stream = stream.read(self.post_attention_layernorm)
+        return stream.write(self.mlp(h))
 
 
 class Decoder(nn.Module):
@@ -103,8 +104,8 @@ class Decoder(nn.Module):
             stream = layer(stream, packing, None if cache is None else cache.layers[index])
         if cache is not None:
             cache.length += tokens_BT.shape[1]
-        h, _ = stream.read()
-        return self.norm(h)
+        h, _ = stream.read(self.norm)
+        return h
 
     def logits(self, hidden: Tensor) -> Tensor:
         """In at least float32, whatever the compute dtype."""
@@ -127,7 +128,10 @@ class Decoder(nn.Module):
         self.compute_dtype = self.config.dtype()
 
     def max_logits(self) -> Tensor:
-        """[MLA layers, heads]: largest attention logit since the recorders were reset; -inf where none was seen."""
+        """[MLA layers, heads]: largest attention logit since the recorders were reset; -inf where none was seen.
+
+        Below the threshold of a QKClip it may be an upper bound.
+        """
         recorders = [layer.self_attn.max_logit for layer in self.layers if isinstance(layer.self_attn, LatentAttention)]
         if not recorders:
             return torch.empty(0, self.config.mla.num_attention_heads)

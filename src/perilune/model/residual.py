@@ -11,16 +11,24 @@ one. A block is closed by moving its running sum into the bank *before* the next
 counted once). Full Attention Residuals are blocks of one sublayer.
 
 All queries of a block meet the finished blocks in one pass (`phase1`); each sublayer then only merges the running sum.
+
+A sublayer reads through its pre-norm, and what it writes is added when the next one reads: on CUDA addition, mix and
+norm are one kernel. See kernels/attnres/triton.py for the bank it keeps there.
 """
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from perilune.kernels.attnres import merge, mix, phase1
+from perilune.kernels.attnres import BY_DEFAULT, fused_block_takes, merge, mix, phase1
+from perilune.kernels.norm import add_rms_norm, rms_norm, takes_triton
+from perilune.model.linear import RMSNorm
 from perilune.optim.matrices import Adam, Layout
+
+if TYPE_CHECKING:
+    from perilune.kernels.attnres.triton import Bank
 
 
 class AttentionResidual(nn.Module):
@@ -49,17 +57,47 @@ class Stream(NamedTuple):
     bank: tuple[Tensor, ...]
     """Finished sources: the embedding, then one sum per closed block. Empty on the plain path."""
     running: Tensor | None
-    """Plain: the whole sum. Otherwise the sum of the open block, None when nothing was written since it opened."""
+    """Plain: the whole sum. Otherwise the sum of the open block, None when nothing was added since it opened."""
     queries: tuple[Tensor, ...]
     """Folded query of every site in reading order, the output's last. Empty on the plain path."""
+    pending: Tensor | None = None
+    """What was written last; the next reader adds it to the running sum."""
     block: int = 1
     site: int = 0
     ahead: tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None = None
-    """Phase 1 of the open block: for each of its sites, the output over the bank and the log-sum-exp."""
+    """Phase 1 of the open block: for each of its sites, the output over the bank and the log-sum-exp. Fused: for each
+    but the first."""
     eps: float = 1e-6
+    fused: bool = False
+    """Addition, mix and norm run as one kernel. Decided once: the gradients of the bank take another way then."""
+    fused_bank: "Bank | None" = None
+    """Fused: takes the place of `bank`."""
+    later_queries: tuple[Tensor, ...] = ()
+    """Fused: for each block, the folded queries of its sites and all later ones [Q, d]."""
+    block_sizes: tuple[int, ...] = ()
+    """Fused: sites of each block, then 1 for the output."""
 
-    def read(self) -> tuple[Tensor, "Stream"]:
-        """The input of the next sublayer (or of the head)."""
+    def read(self, norm: RMSNorm | None = None) -> tuple[Tensor, "Stream"]:
+        """The input of the next sublayer (or of the head), normed if a norm is given."""
+        if self.fused:
+            if norm is None:
+                raise ValueError("norm is None: a fused stream is read through the RMSNorm that follows")
+            return self._read_plain_fused(norm) if not self.queries else self._read_fused(norm)
+        h, stream = self._added()._read()
+        return (h if norm is None else norm(h)), stream
+
+    def write(self, output: Tensor) -> "Stream":
+        assert self.pending is None, "written twice without a read"
+        return self._replace(pending=output)
+
+    def _added(self) -> "Stream":
+        if self.pending is None:
+            return self
+        return self._replace(
+            running=self.pending if self.running is None else self.running + self.pending, pending=None
+        )
+
+    def _read(self) -> tuple[Tensor, "Stream"]:
         if not self.queries:
             assert self.running is not None
             return self.running, self
@@ -68,9 +106,6 @@ class Stream(NamedTuple):
             return mix(sources, self.queries[-1], eps=self.eps), self
         stream = self._open_block() if self.site % self.block == 0 else self
         return stream._mixed(), stream._replace(site=stream.site + 1)
-
-    def write(self, output: Tensor) -> "Stream":
-        return self._replace(running=output if self.running is None else self.running + output)
 
     def _open_block(self) -> "Stream":
         assert self.running is not None
@@ -93,17 +128,58 @@ class Stream(NamedTuple):
             return outputs[offset]
         return merge(outputs[offset], log_sums[offset], self.running, query, eps=self.eps)
 
+    def _read_plain_fused(self, norm: RMSNorm) -> tuple[Tensor, "Stream"]:
+        assert self.running is not None
+        if self.pending is None:
+            return rms_norm(self.running, norm.weight, norm.eps), self
+        pending = self.pending.to(self.running.dtype)
+        total, normed = add_rms_norm(self.running, pending, norm.weight, norm.eps)
+        return normed, self._replace(running=total, pending=None)
+
+    def _read_fused(self, norm: RMSNorm) -> tuple[Tensor, "Stream"]:
+        from perilune.kernels.attnres.triton import Bank, triton_merge_norm, triton_open
+
+        bank = Bank() if self.fused_bank is None else self.fused_bank
+        offset = self.site % self.block
+        if offset and self.site < len(self.queries) - 1:
+            assert self.pending is not None and self.ahead is not None
+            outputs, log_sums = self.ahead
+            total, normed = triton_merge_norm(
+                self.running, self.pending, outputs[offset - 1], log_sums[offset - 1], self.queries[self.site],
+                norm.weight, eps=self.eps, norm_eps=norm.eps, num_sources=len(bank.sources),
+            )  # fmt: skip
+            return normed, self._replace(running=total, pending=None, site=self.site + 1)
+        running, pending = (self.pending, None) if self.running is None else (self.running, self.pending)
+        assert running is not None
+        index = len(bank.sources)
+        bank, normed, outputs, log_sums = triton_open(
+            bank, running, pending, self.later_queries[index], norm.weight, sizes=self.block_sizes[index:],
+            all_queries=len(self.queries), eps=self.eps, norm_eps=norm.eps,
+        )  # fmt: skip
+        return normed, self._replace(
+            fused_bank=bank, running=None, pending=None, ahead=(tuple(outputs), tuple(log_sums)), site=self.site + 1
+        )
+
 
 def plain_stream(embedding: Tensor) -> Stream:
-    return Stream(bank=(), running=embedding, queries=())
+    return Stream(bank=(), running=embedding, queries=(), fused=takes_triton(embedding))
 
 
-def attnres_stream(embedding: Tensor, sites: list[AttentionResidual], *, block_sublayers: int) -> Stream:
-    """`sites` in reading order: two per layer, then the output's."""
-    return Stream(
-        bank=(),
-        running=embedding,
-        queries=tuple(site.folded() for site in sites),
-        block=block_sublayers,
-        eps=sites[0].eps,
+def attnres_stream(
+    embedding: Tensor, sites: list[AttentionResidual], *, block_sublayers: int, fused: bool = BY_DEFAULT
+) -> Stream:
+    """`sites` in reading order: two per layer, then the output's. fused: take the fused kernels where they can run."""
+    sublayers = len(sites) - 1
+    sizes = [min(block_sublayers, sublayers - start) for start in range(0, sublayers, block_sublayers)]
+    stream = Stream(bank=(), running=embedding, queries=(), block=block_sublayers, eps=sites[0].eps)
+    if not (fused and fused_block_takes(embedding, len(sizes) + 1)):
+        return stream._replace(queries=tuple(site.folded() for site in sites))
+    # All at once, and taken apart by two operations: a launch for each site and each gradient would cost more than
+    # their arithmetic.
+    folded = torch.stack([site.gain for site in sites]) * torch.stack([site.query for site in sites])
+    return stream._replace(
+        queries=folded.unbind(0),
+        later_queries=tuple(folded[start:] for start in range(0, sublayers, block_sublayers)) + (folded[-1:],),
+        block_sizes=(*sizes, 1),
+        fused=True,
     )

@@ -1,7 +1,11 @@
 """Attention Residuals: mix earlier outputs by a softmax over depth instead of adding them (arXiv 2603.15031).
 
 `mix` reads all sources in one pass. `phase1` and `merge` are the same sum in two steps: the S queries of a block
-against the finished blocks at once, then a cheap merge with the running block sum. `reference.py` defines them.
+against the finished blocks at once, then a cheap merge with the running block sum. `reference.py` defines them,
+`dense.py` runs on any device, `triton.py` on CUDA. `fused_block_takes` says whether a network can use the operators of
+`triton.py` that fuse both steps with the residual addition and the RMSNorm around them.
+
+Triton is taken where asked for (backend="triton", `fused=True` of a residual stream), and by default when BY_DEFAULT.
 """
 
 from collections.abc import Sequence
@@ -12,8 +16,16 @@ from torch import Tensor
 from perilune.kernels.attnres.dense import compute_dtype, dense_merge, dense_phase1
 from perilune.kernels.attnres.reference import reference_merge, reference_mix, reference_phase1
 from perilune.kernels.precision import full_precision
+from perilune.kernels.triton_support import INTERPRETED, why_not_triton
 
-__all__ = ["merge", "mix", "phase1"]
+__all__ = ["BY_DEFAULT", "fused_block_takes", "merge", "mix", "phase1"]
+
+BY_DEFAULT = False
+"""Stays off until the tests marked gpu of tests/kernels/test_attnres_triton.py have passed on an H200: the kernels are
+tested in Triton's interpreter and compiled for the chip, but their results there are not yet checked."""
+TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+MAX_SOURCES = 32
+"""The Triton kernels hold all sources of a token at once: from 17 on not in registers alone."""
 
 
 def _check(sources: Sequence[Tensor], query: Tensor, gain: Tensor | None, *, query_shape: str) -> None:
@@ -33,16 +45,41 @@ def _check(sources: Sequence[Tensor], query: Tensor, gain: Tensor | None, *, que
             )
 
 
-def _is_dense(backend: str | None) -> bool:
-    if backend not in (None, "dense", "reference"):
-        raise ValueError(f"backend={backend!r} is unknown: expected 'dense', 'reference' or None to choose")
-    return backend != "reference"
+def _why_not_triton(source: Tensor, num_sources: int) -> str | None:
+    if source.dtype not in TRITON_DTYPES:
+        return f"sources are {source.dtype}, the Triton kernels take bfloat16, float16 and float32"
+    if num_sources > MAX_SOURCES:
+        return f"{num_sources} sources are more than the {MAX_SOURCES} the Triton kernels hold at once"
+    return why_not_triton(source)
+
+
+def fused_block_takes(source: Tensor, num_sources: int) -> bool:
+    """Whether `triton_open` and `triton_merge_norm` of `triton.py` serve such sources; on CPU they do not."""
+    return source.is_cuda and not INTERPRETED and _why_not_triton(source, num_sources) is None
+
+
+def _chosen(backend: str | None, source: Tensor, num_sources: int) -> str:
+    if backend not in (None, "dense", "reference", "triton"):
+        raise ValueError(f"backend={backend!r} is unknown: expected 'dense', 'reference', 'triton' or None to choose")
+    if backend is None:
+        return "triton" if BY_DEFAULT and fused_block_takes(source, num_sources) else "dense"
+    if backend == "triton" and (reason := _why_not_triton(source, num_sources)) is not None:
+        raise ValueError(f"backend='triton' cannot run: {reason}")
+    return backend
 
 
 def _direction(query: Tensor, gain: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Only the product gain * query enters the scores; autograd carries its gradient to both."""
     query = query.to(compute_dtype(dtype))
     return query if gain is None else query * gain.to(query.dtype)
+
+
+def _fast_phase1(backend: str, sources: list[Tensor], u_SD: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    if backend == "dense":
+        return dense_phase1(sources, u_SD, eps)
+    from perilune.kernels.attnres.triton import triton_phase1
+
+    return triton_phase1(sources, u_SD, eps)
 
 
 @full_precision
@@ -56,9 +93,10 @@ def phase1(
     (float64 for float64 sources). Both carry gradient.
     """
     _check(sources, queries, gain, query_shape="[S, d]")
-    if not _is_dense(backend):
+    backend = _chosen(backend, sources[0], len(sources))
+    if backend == "reference":
         return reference_phase1(sources, queries, gain=gain, eps=eps)
-    return dense_phase1(list(sources), _direction(queries, gain, sources[0].dtype), eps)
+    return _fast_phase1(backend, list(sources), _direction(queries, gain, sources[0].dtype), eps)
 
 
 @full_precision
@@ -70,10 +108,11 @@ def mix(
     sources: each [..., d]; query [d]; gain [d] or None. A single source comes back unchanged.
     """
     _check(sources, query, gain, query_shape="[d]")
-    if not _is_dense(backend):
+    backend = _chosen(backend, sources[0], len(sources))
+    if backend == "reference":
         return reference_mix(sources, query, gain=gain, eps=eps)
-    mixes, _ = dense_phase1(list(sources), _direction(query, gain, sources[0].dtype)[None], eps)
-    return mixes[0]
+    mixes, _ = _fast_phase1(backend, list(sources), _direction(query, gain, sources[0].dtype)[None], eps)
+    return mixes.squeeze(0)
 
 
 @full_precision
@@ -96,6 +135,11 @@ def merge(
         raise ValueError(
             f"lse has shape {tuple(lse.shape)!r}, expected that of o without the width, {(*o.shape[:-1],)!r}"
         )
-    if not _is_dense(backend):
+    backend = _chosen(backend, running, 1)
+    if backend == "reference":
         return reference_merge(o, lse, running, query, gain=gain, eps=eps)
+    if backend == "triton":
+        from perilune.kernels.attnres.triton import triton_merge
+
+        return triton_merge(o, lse, running, _direction(query, gain, running.dtype), eps)
     return dense_merge(o, lse, running, _direction(query, gain, running.dtype)[None], eps)

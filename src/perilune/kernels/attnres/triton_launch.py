@@ -1,0 +1,134 @@
+"""How the kernels of `triton_blocks.py` are launched, and their compilation ahead of use.
+
+Each block of a network has a number of sources and a number of queries of its own, so each takes its own variants of
+the kernels. They follow from the sizes of all blocks; when the first opens, all are compiled at once on all cores,
+where one after the other would take most of a minute.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+import triton
+from triton.runtime.jit import MockTensor
+
+from perilune.kernels.attnres.triton_blocks import block_backward, block_forward, source_backward, source_forward
+from perilune.kernels.triton_support import INTERPRETED, num_sms
+
+
+def power_of_2(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
+def mix_warps(block: int) -> int:
+    """Eight elements of each source to a thread."""
+    return max(1, min(16, block // 256))
+
+
+def source_tokens(num_tokens: int, device: torch.device) -> int:
+    """Tokens of a tile of `source_forward`, few enough to give every multiprocessor one.
+
+    Here and in source_backward 32 at most, which keeps to the matrix instructions of a single warp: Hopper's wider ones
+    gain nothing where memory is the limit.
+    """
+    return max(16, min(32, power_of_2(num_tokens // num_sms(device) + 1) // 2))
+
+
+def source_forward_options(
+    width: int, dtype: torch.dtype, sizes: Sequence[int], all_queries: int, num_sources: int, tokens: int, *,
+    added: bool,
+) -> dict[str, Any]:  # fmt: skip
+    """sizes: of this and later blocks."""
+    queries = sum(sizes)
+    return {
+        "WIDTH": width, "QUERIES": queries, "START": all_queries - queries, "TOTAL": all_queries, "SIZE": sizes[0],
+        "OLD_SOURCES": num_sources - 1, "TOKENS": tokens, "COLUMNS": 64, "QUERY_BLOCK": max(16, power_of_2(queries)),
+        "ADD": added, "SPLIT": dtype != torch.float32, "num_warps": 4, "num_stages": 3,
+    }  # fmt: skip
+
+
+def block_forward_options(width: int, num_sources: int, size: int) -> dict[str, Any]:
+    block = power_of_2(width)
+    return {
+        "WIDTH": width, "BLOCK": block, "NUM_SOURCES": num_sources, "ROWS": power_of_2(num_sources), "QUERIES": size,
+        "num_warps": mix_warps(block),
+    }  # fmt: skip
+
+
+def block_backward_options(
+    width: int, num_sources: int, size: int, all_queries: int, *, accumulates: bool
+) -> tuple[int, dict[str, Any]]:
+    """Programs on a multiprocessor, and the rest.
+
+    More sources at a time take fewer instructions, but registers that other programs then lack. The last group counts
+    in full, however few sources are left for it; with one group for all, rows without a source vanish when the kernel
+    is compiled. Chosen by instructions and registers of the compiled kernels.
+    """
+    block = power_of_2(width)
+    if block > 1024:
+        group = min(power_of_2(num_sources), 2)
+    else:
+        group = {5: 8, 6: 2, 7: 8}.get(num_sources, min(power_of_2(num_sources), 4))
+    registers = {1: 96, 2: 128, 4: 168, 8: 255}[group]
+    warps = mix_warps(block)
+    return max(1, min(16, 65536 // (32 * warps * registers))), {
+        "WIDTH": width, "BLOCK": block, "NUM_SOURCES": num_sources, "GROUP": group, "QUERIES": size,
+        "TOTAL": all_queries, "ACCUMULATE": accumulates, "num_warps": warps, "maxnreg": registers,
+    }  # fmt: skip
+
+
+def source_backward_options(
+    width: int, queries: int, num_tokens: int, device: torch.device
+) -> tuple[tuple[int, int], int, dict[str, Any]]:
+    """Grid (column blocks, shares of the tokens), tokens of a share, and the rest."""
+    column_blocks = triton.cdiv(width, 64)
+    shares = max(1, min(triton.cdiv(num_tokens, 64), triton.cdiv(4 * num_sms(device), column_blocks)))
+    tokens_per_share = triton.cdiv(triton.cdiv(num_tokens, shares), 64) * 64
+    query_block = max(16, power_of_2(queries))
+    return (column_blocks, triton.cdiv(num_tokens, tokens_per_share)), tokens_per_share, {
+        "WIDTH": width, "TOKENS": 32, "COLUMNS": 64, "QUERY_BLOCK": query_block,
+        "num_warps": 4 if query_block <= 32 else 2, "num_stages": 3,
+    }  # fmt: skip
+
+
+@lru_cache(maxsize=64)
+def compile_ahead(width: int, dtype: torch.dtype, sizes: tuple[int, ...], tokens: int, device: torch.device) -> None:
+    """Compile the kernels of all blocks of a network with these sizes, the output's last."""
+    if INTERPRETED or device.type != "cuda":
+        return
+    x, f = MockTensor(dtype), MockTensor(torch.float32)
+    num_tokens = 1024 * tokens  # some number: only its size class goes into the compiled kernel
+    jobs: dict[str, Callable[[], Any]] = {}
+
+    def add(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+        name = f"{kernel.__name__} {sorted(options.items())}"
+        jobs.setdefault(name, partial(kernel.warmup, *arguments, grid=(1,), **options))
+
+    all_queries = sum(sizes)
+    for index, size in enumerate(sizes):
+        n, later = index + 1, sizes[index:]
+        # Blocks of one sublayer have nothing to add: their sum is the output of that sublayer.
+        added = index > 0 and sizes[index - 1] > 1
+        options = source_forward_options(width, dtype, later, all_queries, n, tokens, added=added)
+        add(source_forward, (x, x, f, x, f, (f,) * n, (f,) * size, f, num_tokens, 0.5), options)
+        add(block_forward, ((x,) * n, f, (x,) * size, f, f, 0.5), block_forward_options(width, n, size))
+        last = index == len(sizes) - 1
+        _, options = block_backward_options(width, n, size, all_queries, accumulates=not last)
+        pointers = ((x,) * n, (f,) * n, f, (x,) * size, (f,) * size, f, f, x, x, (f,) * n, f)
+        add(block_backward, (*pointers, num_tokens, num_tokens * width), options)
+        _, share, options = source_backward_options(width, sum(later), num_tokens, device)
+        add(source_backward, (x, x, f, f, x, f, num_tokens, share, sum(later)), options)
+
+    def compile_one(job: Callable[[], Any]) -> None:
+        # What cannot be compiled ahead is compiled at its launch, and reported there.
+        with suppress(Exception), torch.cuda.device(device):
+            job()
+
+    with ThreadPoolExecutor(min(len(jobs), os.cpu_count() or 1)) as pool:
+        list(pool.map(compile_one, jobs.values()))
