@@ -16,11 +16,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from perilune.kernels.gated_norm import gated_rms_norm
 from perilune.kernels.kda import BoundedGate, SoftplusGate, kda, kda_step
 from perilune.kernels.short_conv import short_conv, short_conv_step
+from perilune.kernels.triton_support import why_not_triton
 from perilune.model.cache import KDACache
 from perilune.model.documents import Packing
-from perilune.model.linear import Linear, RMSNorm, at_least_float32
+from perilune.model.kda_inputs import KDAInputs, kda_inputs
+from perilune.model.linear import Linear, RMSNorm, at_least_float32, takes_one_product
 from perilune.optim.matrices import Adam, ColumnBlocks, Layout, RowBlocks
 
 
@@ -53,6 +56,7 @@ class KimiDeltaAttention(nn.Module):
     def __init__(self, hidden_size: int, config: KDAConfig, *, norm_eps: float = 1e-5) -> None:
         super().__init__()
         self.config = config
+        self.beta_max = 2.0 if config.allow_neg_eigval else 1.0
         dim = config.num_heads * config.head_dim
         self.q_proj = Linear(hidden_size, dim)
         self.k_proj = Linear(hidden_size, dim)
@@ -91,45 +95,93 @@ class KimiDeltaAttention(nn.Module):
         return BoundedGate(A_log=self.A_log, dt_bias=self.dt_bias, lower_bound=self.config.gate_lower_bound)
 
     def forward(self, x_BTD: Tensor, packing: Packing, cache: KDACache | None = None) -> Tensor:
-        heads = (*x_BTD.shape[:2], self.config.num_heads, self.config.head_dim)
-        qkv = torch.cat([self.q_proj(x_BTD), self.k_proj(x_BTD), self.v_proj(x_BTD)], dim=-1)
-        gate_input = self.f_b_proj(self.f_a_proj(x_BTD)).view(heads)
-        beta = torch.sigmoid(at_least_float32(self.b_proj(x_BTD)))
-        if self.config.allow_neg_eigval:
-            beta = 2.0 * beta
-
         if cache is not None and cache.state is not None and cache.conv is not None and x_BTD.shape[1] == 1:
-            qkv, cache.conv = short_conv_step(qkv[:, 0], cache.conv, self.conv_weight, activation="silu")
-            q, k, v = (part.unflatten(-1, heads[2:]) for part in qkv.chunk(3, dim=-1))
-            o, cache.state = kda_step(
-                q, k, v, gate_input[:, 0], beta[:, 0], cache.state, gate=self.gate(), qk_l2norm=True
-            )
-            o = o[:, None]
-        else:
-            keep = cache is not None
-            qkv, conv = short_conv(
-                qkv,
-                self.conv_weight,
-                cu_seqlens=packing.cu_seqlens,
-                initial_state=cache.conv if cache is not None else None,
-                output_final_state=keep,
-                activation="silu",
-            )
-            q, k, v = (part.view(heads) for part in qkv.chunk(3, dim=-1))
-            o, state = kda(
-                q, k, v, gate_input, beta,
-                initial_state=cache.state if cache is not None else None,
-                output_final_state=keep,
-                cu_seqlens=packing.cu_seqlens,
-                gate=self.gate(),
-                qk_l2norm=True,
-            )  # fmt: skip
-            if cache is not None:
-                cache.conv, cache.state = conv, state
+            return self._step(x_BTD, cache)
+        heads = (*x_BTD.shape[:2], self.config.num_heads, self.config.head_dim)
+        before = self._inputs_at_once if self._takes_inputs_at_once(x_BTD, cache) else self._inputs
+        inputs = before(x_BTD, packing.cu_seqlens, cache)
+        o, state = kda(
+            inputs.q.view(heads), inputs.k.view(heads), inputs.v.view(heads), inputs.gate_input.view(heads),
+            inputs.beta,
+            initial_state=None if cache is None else cache.state,
+            output_final_state=cache is not None,
+            cu_seqlens=packing.cu_seqlens,
+            gate=self.gate(),
+            qk_l2norm=True,
+            beta_max=self.beta_max,
+        )  # fmt: skip
+        if cache is not None:
+            cache.conv, cache.state = inputs.conv_state, state
+        return self._output(o, inputs.output_gate.view(heads), x_BTD.dtype)
 
+    def _step(self, x_BTD: Tensor, cache: KDACache) -> Tensor:
+        """One token after others."""
+        heads = (x_BTD.shape[0], self.config.num_heads, self.config.head_dim)
+        assert cache.conv is not None and cache.state is not None
+        qkv, gate_input, beta, output_gate = self._projected(x_BTD)
+        qkv, cache.conv = short_conv_step(qkv[:, 0], cache.conv, self.conv_weight, activation="silu")
+        q, k, v = (part.view(heads) for part in qkv.chunk(3, dim=-1))
+        o, cache.state = kda_step(
+            q, k, v, gate_input.view(heads), self.beta_max * torch.sigmoid(at_least_float32(beta[:, 0])), cache.state,
+            gate=self.gate(), qk_l2norm=True,
+        )  # fmt: skip
+        heads = (*x_BTD.shape[:2], *heads[1:])
+        return self._output(o.view(heads), output_gate.view(heads), x_BTD.dtype)
+
+    def _projected(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(q, k and v side by side before the convolution, gate input, beta's logits, output gate)"""
+        qkv = torch.cat([self.q_proj(x_BTD), self.k_proj(x_BTD), self.v_proj(x_BTD)], dim=-1)
+        gate_input = self.f_b_proj(self.f_a_proj(x_BTD))
+        beta = self.b_proj(x_BTD)
         output_gate = self.g_proj(x_BTD) if self.config.use_full_rank_gate else self.g_b_proj(self.g_a_proj(x_BTD))
-        gated = self.o_norm(at_least_float32(o)) * torch.sigmoid(at_least_float32(output_gate.view(heads)))
-        return self.o_proj(gated.flatten(-2).to(x_BTD.dtype))
+        return qkv, gate_input, beta, output_gate
+
+    def _inputs(self, x_BTD: Tensor, cu_seqlens: Tensor | None, cache: KDACache | None) -> KDAInputs:
+        """Product by product: any device, any dtype, gradients everywhere."""
+        qkv, gate_input, beta, output_gate = self._projected(x_BTD)
+        qkv, conv_state = short_conv(
+            qkv,
+            self.conv_weight,
+            cu_seqlens=cu_seqlens,
+            initial_state=None if cache is None else cache.conv,
+            output_final_state=cache is not None,
+            activation="silu",
+        )
+        q, k, v = qkv.chunk(3, dim=-1)
+        return KDAInputs(
+            q=q, k=k, v=v, gate_input=gate_input, output_gate=output_gate, beta=beta, conv_state=conv_state
+        )  # fmt: skip
+
+    def _takes_inputs_at_once(self, x_BTD: Tensor, cache: KDACache | None) -> bool:
+        """Where the one operator runs. It gives no gradient to states, which only decoding has."""
+        return (
+            takes_one_product(x_BTD, *(linear.weight for linear in self.children() if isinstance(linear, Linear)))
+            and why_not_triton(x_BTD) is None
+            and self.config.short_conv_kernel_size <= 8
+            and (cache is None or not torch.is_grad_enabled())
+        )
+
+    def _inputs_at_once(self, x_BTD: Tensor, cu_seqlens: Tensor | None, cache: KDACache | None) -> KDAInputs:
+        full_rank = self.config.use_full_rank_gate
+        gates = (self.g_proj.weight,) if full_rank else (self.g_a_proj.weight, self.g_b_proj.weight)
+        return kda_inputs(
+            x_BTD,
+            qkv_weights=(self.q_proj.weight, self.k_proj.weight, self.v_proj.weight),
+            conv_weight=self.conv_weight,
+            gate_weights=(self.f_a_proj.weight, self.f_b_proj.weight),
+            output_gate_weights=gates,
+            beta_weight=self.b_proj.weight,
+            cu_seqlens=cu_seqlens,
+            conv_state=None if cache is None else cache.conv,
+            output_conv_state=cache is not None,
+        )
+
+    def _output(self, o_BTHD: Tensor, gate_BTHD: Tensor, dtype: torch.dtype) -> Tensor:
+        if o_BTHD.is_cuda:
+            gated = gated_rms_norm(o_BTHD, gate_BTHD, self.o_norm.weight, self.o_norm.eps)
+        else:
+            gated = self.o_norm(at_least_float32(o_BTHD)) * torch.sigmoid(at_least_float32(gate_BTHD))
+        return self.o_proj(gated.flatten(-2).to(dtype))
 
     def logical_matrices(self) -> Mapping[str, Layout]:
         per_head = (self.config.head_dim,) * self.config.num_heads

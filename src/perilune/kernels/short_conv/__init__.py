@@ -1,7 +1,8 @@
 """Causal depthwise convolution of small width over sequences or packed documents, with a decode state.
 
 `short_conv` runs whole rows, `short_conv_step` one token; `reference.py` states the meaning. Paths: "reference"
-(F.conv1d per document) and "shifted" (shifted multiply-adds, plain torch, any device).
+(F.conv1d per document), "shifted" (shifted multiply-adds, plain torch, any device) and "triton" (one pass over memory
+each way, CUDA; it reads document borders on the device, so the host never waits and never checks them).
 
     y, state = short_conv(x, weight, cu_seqlens=cu_seqlens, output_final_state=True)
 
@@ -16,10 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from perilune.kernels.documents import document_borders
+from perilune.kernels.documents import check_borders_shape, document_borders
 from perilune.kernels.precision import full_precision
 from perilune.kernels.short_conv.reference import reference_short_conv
 from perilune.kernels.short_conv.shifted import shifted_short_conv
+from perilune.kernels.triton_support import why_not_triton
 
 __all__ = ["BACKENDS", "short_conv", "short_conv_step"]
 
@@ -27,6 +29,7 @@ BACKENDS: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
     "reference": reference_short_conv,
     "shifted": shifted_short_conv,
 }
+TRITON = "triton"
 
 
 @full_precision
@@ -54,16 +57,25 @@ def short_conv(
     batch, num_tokens, num_channels = x.shape
     _check_floating(x=x, weight=weight, initial_state=initial_state)
     _check_weight(weight, num_channels, activation)
+    backend = _choose_backend(backend, x, weight, initial_state)
+    if backend == TRITON:
+        from perilune.kernels.short_conv.triton import triton_short_conv
+
+        num_sequences = batch if cu_seqlens is None else check_borders_shape(cu_seqlens, batch=batch)
+        _check_state(initial_state, (num_sequences, num_channels, weight.shape[1] - 1), "initial_state")
+        return triton_short_conv(
+            x, weight,
+            initial_state_NCW=initial_state,
+            cu_seqlens=cu_seqlens,
+            activation=activation,
+            output_final_state=output_final_state,
+        )  # fmt: skip
     if cu_seqlens is None:
         borders = [row * num_tokens for row in range(batch + 1)]
     else:
         borders = list(document_borders(cu_seqlens, batch=batch, num_tokens=num_tokens))
     _check_state(initial_state, (len(borders) - 1, num_channels, weight.shape[1] - 1), "initial_state")
-    if backend is not None and backend not in BACKENDS:
-        raise ValueError(
-            f"backend={backend!r} is not a path of short_conv; expected None or one of {sorted(BACKENDS)!r}."
-        )
-    run = BACKENDS["shifted" if backend is None else backend]
+    run = BACKENDS[backend]
     y, state = run(
         x, weight,
         initial_state_NCW=initial_state,
@@ -91,6 +103,26 @@ def short_conv_step(
     window = torch.cat((state.to(dtype), x.to(dtype).unsqueeze(-1)), dim=-1)
     y = (window * weight.to(dtype)).sum(-1)
     return (F.silu(y) if activation == "silu" else y).to(x.dtype), window[..., 1:]
+
+
+def _choose_backend(backend: str | None, x: Tensor, weight: Tensor, initial_state: Tensor | None) -> str:
+    if backend in BACKENDS:
+        return backend
+    if backend not in (None, TRITON):
+        known = sorted((*BACKENDS, TRITON))
+        raise ValueError(f"backend={backend!r} is not a path of short_conv; expected None or one of {known!r}.")
+    if backend is None and not x.is_cuda:
+        return "shifted"  # also where Triton is interpreted: that is for tests, which ask for it
+    obstacle = why_not_triton(x)
+    if obstacle is None:
+        from perilune.kernels.short_conv.triton import why_not
+
+        obstacle = why_not(x, weight, initial_state)
+    if obstacle is None:
+        return TRITON
+    if backend is None:
+        return "shifted"
+    raise ValueError(f"backend='triton' cannot run here: {obstacle}; use backend='shifted'.")
 
 
 def _compute_dtype(*tensors: Tensor | None) -> torch.dtype:

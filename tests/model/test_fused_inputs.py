@@ -1,0 +1,114 @@
+"""Stacked products: the operators of a training step on a GPU against the layer written product by product."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from perilune.kernels.triton_support import why_not_triton
+from perilune.model.kda import KDAConfig, KimiDeltaAttention
+from perilune.model.linear import Linear, SwiGLU, projections
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+needs_triton = pytest.mark.skipif(why_not_triton(torch.empty(0, device=DEVICE)) is not None, reason="Triton cannot run")
+
+
+def layer_and_input(full_rank: bool, tokens: int = 11, batch: int = 2, heads: int = 3):
+    torch.manual_seed(0)
+    config = KDAConfig(num_heads=heads, head_dim=4, use_full_rank_gate=full_rank)
+    layer = KimiDeltaAttention(10, config).to(DEVICE)
+    return layer, torch.randn(batch, tokens, 10, device=DEVICE, requires_grad=True)
+
+
+def everything(layer: KimiDeltaAttention, x: Tensor, inputs, **options) -> list[Tensor]:
+    """The six results, then the gradients of x and of every parameter they depend on."""
+    found = inputs(x, options.get("cu_seqlens"), options.get("cache"))
+    results = [found.q, found.k, found.v, found.gate_input, found.output_gate, found.beta]
+    generator = torch.Generator().manual_seed(1)
+    gradients = [torch.randn(y.shape, generator=generator).to(y) for y in results]
+    sources = [x, layer.conv_weight, *(m.weight for m in layer.children() if isinstance(m, Linear))]
+    return [*results, *torch.autograd.grad(results, sources, gradients, allow_unused=True)]
+
+
+# 3 heads make a product that is padded to a multiple of 16 columns, 8 heads one that needs none (with low-rank gates).
+@needs_triton
+@pytest.mark.parametrize(
+    ("heads", "full_rank", "packed"), [(3, False, True), (3, True, False), (8, False, False), (8, True, True)]
+)
+def test_one_operator_gives_what_the_products_give_one_by_one(full_rank, packed, heads) -> None:
+    layer, x = layer_and_input(full_rank, batch=1 if packed else 2, heads=heads)
+    options = {"cu_seqlens": torch.tensor([0, 2, 2, 3, 11], device=DEVICE)} if packed else {}
+    ours = everything(layer, x, layer._inputs_at_once, **options)
+    right = everything(layer, x, layer._inputs, **options)
+    for mine, expected in zip(ours, right, strict=True):
+        assert (mine is None) == (expected is None)  # o_proj is not part of it
+        if mine is not None:
+            # float32 sums of at most 36 products of size 1 in another order
+            torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-5)
+
+
+@needs_triton
+def test_results_that_nobody_uses_cost_no_gradient() -> None:
+    layer, x = layer_and_input(False)
+    found = layer._inputs_at_once(x, None, None)
+    (dx,) = torch.autograd.grad(found.k.sum(), x)
+    (expected,) = torch.autograd.grad(layer._inputs(x, None, None).k.sum(), x)
+    torch.testing.assert_close(dx, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_stacked_projections_equal_separate_ones() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 5, 8, device=DEVICE, requires_grad=True)
+    weights = [torch.randn(rows, 8, device=DEVICE, requires_grad=True) for rows in (3, 4)]
+    y, used = torch.ops.perilune.projections(x, weights)
+    assert torch.equal(used, torch.cat(weights))
+    separate = torch.cat([x @ weight.T for weight in weights], dim=-1)
+    dy = torch.randn_like(y)
+    ours = [y, *torch.autograd.grad(y, [x, *weights], dy)]
+    right = [separate, *torch.autograd.grad(separate, [x, *weights], dy)]
+    for mine, expected in zip(ours, right, strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(projections(x, weights), separate)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("full_rank", [False, True])
+def test_a_bfloat16_layer_stays_near_float32_and_compiles(full_rank) -> None:
+    torch.manual_seed(0)
+    layer = KimiDeltaAttention(256, KDAConfig(num_heads=8, head_dim=32, use_full_rank_gate=full_rank)).cuda()
+    x = torch.randn(2, 300, 256, device="cuda")
+    exact = everything(layer, x.requires_grad_(), layer._inputs)
+    half = x.detach().bfloat16().requires_grad_()
+    assert layer._takes_inputs_at_once(half, None)
+    ours = everything(layer, half, layer._inputs_at_once)
+    for mine, right in zip(ours, exact, strict=True):
+        if mine is not None:
+            # x, weights, products and results are each rounded to 8 bits, two products deep.
+            assert (mine.float() - right).norm() / right.norm() < 6 * 2**-9 * 2
+    compiled = everything(layer, half, torch.compile(layer._inputs_at_once, fullgraph=True))
+    assert all(torch.equal(a, b) for a, b in zip(ours, compiled, strict=True) if a is not None)
+
+
+@pytest.mark.gpu
+def test_packed_documents_never_make_the_host_wait() -> None:
+    layer = KimiDeltaAttention(64, KDAConfig(num_heads=2, head_dim=32)).cuda()
+    x = torch.randn(1, 100, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    borders = torch.tensor([0, 10, 10, 11, 100], device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = layer._inputs_at_once(x, borders, None)
+        (found.q * found.k * found.v * found.gate_input * found.output_gate).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_weights_of_a_bfloat16_mlp_get_float32_gradients() -> None:
+    torch.manual_seed(0)
+    mlp = SwiGLU(256, 704).cuda()
+    x = torch.randn(500, 256, device="cuda")
+    exact = torch.autograd.grad(mlp(x).square().sum(), list(mlp.parameters()))
+    ours = torch.autograd.grad(mlp(x.bfloat16()).float().square().sum(), list(mlp.parameters()))
+    for mine, right in zip(ours, exact, strict=True):
+        assert mine.dtype == torch.float32
+        assert (mine - right).norm() / right.norm() < 6 * 2**-8
+        assert not torch.equal(mine, mine.bfloat16().float())  # not rounded on its way
