@@ -9,6 +9,7 @@ import difflib
 import io
 import json
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ usage: perilune <verb> [arguments]
   data RECIPE        look at tokens and packing     perilune data nano
   report RUN         write the report of a run      perilune report nano
   export RUN FOLDER  write it for transformers      perilune export nano ./nano-hf
+  bench AREA         operators beside their peers   perilune bench kda --filter T8192
   doctor             what this machine can do       perilune doctor
 
 `perilune <verb> --help` shows all arguments. Every reporting verb takes --json.
@@ -240,7 +242,7 @@ def generate_verb(arguments: list[str]) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# data, report, export, doctor
+# data, report, export, bench, doctor
 
 
 @dataclass(kw_only=True)
@@ -359,6 +361,89 @@ def export_verb(arguments: list[str]) -> None:
 
 
 @dataclass(kw_only=True)
+class BenchFlags:
+    filter: str = ""
+    """Only cases whose name holds this text; several with commas between."""
+    device: str = "auto"
+    """"auto" takes the first of cuda, cpu that is there."""
+    json: str | None = None
+    """Write the rows to this file; "-" prints them on standard output instead of the table."""
+    save: bool = False
+    """Write the rows to benchmarks/results/bench_AREA.json."""
+    commit: str | None = None
+    """The commit to name in the rows; from git when not given."""
+
+
+def bench_verb(arguments: list[str]) -> None:
+    """Check operators against their definitions, then time them beside every peer that is installed."""
+    areas = (
+        "kda",
+        "attnres",
+        "muon",
+        "attention",
+        "decode",
+        "train",
+        "all",
+    )  # perilune.bench imports torch; this does not
+    example = "perilune bench kda --filter T8192 --json kda.json"
+    name, rest = _positional(arguments, "AREA", f"one of {', '.join(areas)}", example)
+    if name not in areas:
+        _fail(f"unknown area {name!r}{_nearest(name, areas)}; expected one of {', '.join(areas)}", code=2)
+    help_text = (
+        "Check operators against their definitions, then time them beside every peer that is installed.\n\n"
+        f"example: perilune bench {name} --json {name}.json"
+    )
+    flags = _parse(f"perilune bench {name}", help_text, BenchFlags, rest)
+    if flags.save and flags.json is not None:
+        raise UserError("--save and --json both name a file for the rows; give one of them")
+    from rich.console import Console
+
+    from perilune.bench import AREAS, Bench, BenchError, run_area
+    from perilune.bench.rows import print_table, rows_as_json
+    from perilune.train.environment import describe_environment
+    from perilune.train.trainer import pick_device
+
+    device = pick_device(flags.device, "--device")
+    to_output = flags.json == "-"
+    path = Path(f"benchmarks/results/bench_{name}.json") if flags.save else None
+    if flags.json is not None and not to_output:
+        path = Path(flags.json)
+    commit = describe_environment(device).get("commit", "") if flags.commit is None else flags.commit
+    notes = sys.stderr if to_output else sys.stdout
+    bench = Bench(
+        device, pattern=flags.filter, path=path, commit=commit, emit=lambda text: print(text, file=notes, flush=True)
+    )
+    problems = []
+    for area in AREAS if name == "all" else (name,):
+        bench.prefix = f"{area}: " if name == "all" else ""
+        try:
+            reason = run_area(area, bench)
+        except BenchError as error:
+            problems.append(f"{area}: {error}")
+            continue
+        except Exception as error:  # the other areas are still worth their time
+            if name != "all":
+                raise
+            traceback.print_exc()
+            problems.append(f"{area}: {type(error).__name__}: {error}")
+            continue
+        if reason is not None and name == "all":
+            bench.note(reason)
+        elif reason is not None:
+            problems.append(reason)
+    if to_output:
+        print(rows_as_json(bench.rows), end="")
+    else:
+        print_table(bench.rows, Console(width=None if sys.stdout.isatty() else 140))
+        if path is not None and bench.rows:
+            print(f"{len(bench.rows)} rows: {path}")
+    if not bench.rows and not problems:
+        raise UserError(f"no case of {name!r} has {flags.filter!r} in its name; without --filter all of them run")
+    if problems:
+        raise UserError("; ".join(problems))
+
+
+@dataclass(kw_only=True)
 class DoctorFlags:
     json: bool = False
 
@@ -379,6 +464,7 @@ VERBS: dict[str, Callable[[list[str]], None]] = {
     "data": data_verb,
     "report": report_verb,
     "export": export_verb,
+    "bench": bench_verb,
     "doctor": doctor_verb,
 }
 
@@ -468,3 +554,7 @@ def _run_folder(name: str, runs: str) -> Path:
 
 def _print_json(value: Any) -> None:
     print(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+if __name__ == "__main__":
+    main()
