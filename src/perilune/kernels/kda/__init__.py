@@ -84,6 +84,7 @@ def kda(
     num_sequences = batch if borders is None else len(borders) - 1
     _check_state(initial_state, (num_sequences, num_heads, key_dim, v.shape[-1]), "initial_state")
     dtype = _compute_dtype(q, k, v, g, beta, initial_state)
+    promises = {"beta_bound": beta_max} if name == "cudnn" and beta_max is not None else {}
     o, state = _path(name)(
         q, k, v, g,
         beta if beta_max is None else beta_max * torch.sigmoid(beta.to(dtype)),
@@ -93,6 +94,7 @@ def kda(
         gate=gate,
         qk_l2norm=qk_l2norm,
         dtype=dtype,
+        **promises,
     )  # fmt: skip
     return o, state if output_final_state else None
 

@@ -8,7 +8,7 @@ gradient, is `prepare`. Its backward needs nothing from its forward: it recomput
 - The forward cuts a sequence into about 264 / (N * H) pieces and starts each from a state it warms up until the decay
   says the rest is negligible. That argument needs |k| <= 1 and beta <= 1: with beta = 2 the delta rule may carry a
   state around the decaying channels. Weak decays make the warm-up long: exact still, but up to 8 times slower.
-- The backward walks all chunks, whatever the decays. It knows one scale, 128 ** -0.5; another is folded into q.
+- The backward walks all chunks, whatever the decays. It knows one scale, 128 ** -0.5.
 
 Ranges of tensors are promised by the gate or the caller (`decay_floor`, `beta_bound`), or else read from the device,
 which waits for it.
@@ -68,8 +68,7 @@ def cudnn_kda(
 
     from perilune.kernels.kda.prepare import prepare
 
-    # Its forward takes any scale, its backward knows one: q carries the difference.
-    prepared = prepare(q_BTHK, k_BTHK, g_BTHK, gate=gate, qk_l2norm=qk_l2norm, query_factor=scale / SCALE)
+    prepared = prepare(q_BTHK, k_BTHK, g_BTHK, gate=gate, qk_l2norm=qk_l2norm)
     o, final, _ = torch.ops.cudnn.kimi_delta_attention_fwd(
         _packed(prepared.q), _packed(prepared.k), _packed(v_BTHV), _packed(prepared.log_decay),
         _packed(beta_BTH.float()), _borders(cu_seqlens, q_BTHK), SCALE,
@@ -100,7 +99,7 @@ def cudnn_backward(
     """
     from perilune.kernels.kda.prepare import prepare, prepare_backward
 
-    options: dict[str, Any] = dict(gate=gate, qk_l2norm=qk_l2norm, query_factor=scale / SCALE)
+    options: dict[str, Any] = dict(gate=gate, qk_l2norm=qk_l2norm)
     with torch.no_grad():
         prepared = prepare(q_BTHK, k_BTHK, g_BTHK, **options)
         dq, dk, dv, d_decay, d_beta, d_initial, _, _ = torch.ops.cudnn.kimi_delta_attention_bwd(
@@ -180,6 +179,8 @@ def why_not_cudnn_backward(
         return f"it computes bfloat16 q, k and v, got {kinds}"
     if (key_dim := q_BTHK.shape[-1]) != HEAD_DIM or v_BTHV.shape[-1] != HEAD_DIM:
         return f"its head dims are {HEAD_DIM}, got K={key_dim} and V={v_BTHV.shape[-1]}"
+    if abs(scale - SCALE) > 1e-6 * SCALE:
+        return f"its backward knows one scale, 1 / sqrt({HEAD_DIM}), got {scale:.4g}"
     if q_BTHK.numel() == 0:
         return "there are no tokens"
     if isinstance(gate, BoundedGate):
