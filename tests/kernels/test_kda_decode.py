@@ -231,6 +231,8 @@ def test_rows_may_be_views_of_one_projection_and_slots_of_a_larger_pool() -> Non
     wide_pools = tuple(torch.stack([torch.full_like(pool, float("nan")), pool], dim=1)[:, 1] for pool in pools)
     out = step(layer, views, wide_pools, slots, backend="triton")
     assert_close([out, *wide_pools], right, FLOAT32)
+    column = torch.stack([slots, torch.full_like(slots, 2)], dim=1)[:, 0]
+    assert_close(results(layer, tokens, pools, column, backend="triton"), right, FLOAT32)
 
 
 @needs_interpreter

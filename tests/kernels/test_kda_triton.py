@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 
 from perilune.kernels.kda import BoundedGate, SoftplusGate, kda
 from perilune.kernels.kda import triton as triton_path
+from perilune.kernels.kda import triton_tables as tables_module
 from perilune.kernels.kda.triton_tables import tables_for
 
 NAMES = ("o", "state", "q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial")
@@ -252,6 +253,86 @@ def test_refusals_give_the_reason():
         run(tensors, options, d_o, d_state, backend="triton")
     with pytest.raises(ValueError, match="beta_max"):
         run(tensors, options | {"beta_max": -1.0}, d_o, d_state, backend="triton")
+    tensors, options, d_o, d_state = problem(T=5)
+    with pytest.raises(ValueError, match="cu_seqlens has no documents"):
+        run(tensors, options | {"cu": [0]}, d_o, d_state, backend="triton")
+    inputs = [tensors[name] for name in ("q", "k", "v", "g", "beta")]
+    elsewhere = torch.zeros(1, 2, 16, 16, device="meta")
+    with pytest.raises(ValueError, match="initial_state is on .*meta"):
+        kda(*inputs, initial_state=elsewhere, backend="triton")
+    with pytest.raises(ValueError, match="gate.A_log is on .*meta"):
+        kda(*inputs, gate=SoftplusGate(elsewhere[0, :, 0, 0], tensors["dt_bias"]), backend="triton")
+    with pytest.raises(ValueError, match="cu_seqlens is on .*meta"):
+        kda(*inputs, cu_seqlens=torch.zeros(2, dtype=torch.int32, device="meta"), backend="triton")
+
+
+def test_one_token_of_a_layout_with_tokens_first():
+    """Such a tensor counts as contiguous, although the stride of its one token says nothing."""
+    tensors, options, d_o, d_state = problem(B=3, T=1)
+    want = run(tensors, options, d_o, d_state, backend="triton")
+    views = {name: x.squeeze(1)[None].transpose(0, 1) for name, x in tensors.items() if x.dim() >= 3}
+    assert views["q"].is_contiguous() and views["q"].stride(1) == 3 * 2 * 16
+    got = kda(
+        *(views[name] for name in ("q", "k", "v", "g", "beta")),
+        gate=SoftplusGate(tensors["A_log"], tensors["dt_bias"]), qk_l2norm=True, backend="triton",
+    )  # fmt: skip
+    assert torch.equal(got[0], want["o"])
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [lambda x: x.transpose(0, -1).contiguous().transpose(0, -1), lambda x: x[:1].expand_as(x)],
+    ids=("columns", "one"),
+)
+def test_parameters_of_the_gate_may_be_strided(layout):
+    tensors, _, d_o, _ = problem(T=20)
+    inputs = [tensors[name] for name in ("q", "k", "v", "g", "beta")]
+    found = []
+    for backend, dtype in (("chunked", torch.float64), ("triton", torch.float32)):
+        A_log, dt_bias = (tensors[name].to(dtype).requires_grad_() for name in ("A_log", "dt_bias"))
+        gate = SoftplusGate(layout(A_log), layout(dt_bias))
+        o, _ = kda(*(x.to(dtype) for x in inputs), gate=gate, qk_l2norm=True, backend=backend)
+        gradients = torch.autograd.grad(o, (A_log, dt_bias), d_o.to(dtype))
+        found.append(dict(zip(("o", "A_log", "dt_bias"), (o.detach(), *gradients))))
+    assert_close(found[1], found[0])
+
+
+@pytest.mark.parametrize("gate, rate", [("softplus", 9.0), (-5000.0, 0.0)])
+def test_the_slope_of_a_strong_gate_does_not_magnify_the_clamp(gate, rate: float):
+    tensors, options, d_o, d_state = problem(T=70, gate=gate)
+    tensors["A_log"][:] = rate
+    check(tensors, options, d_o, d_state, factor=5.0)
+
+
+def test_a_second_derivative_is_refused():
+    tensors, _, _, _ = problem(T=5, H=1, gate=None)
+    inputs = [tensors[name].requires_grad_() for name in ("q", "k", "v", "g", "beta")]
+    weight = torch.ones(1, 5, 1, 16, requires_grad=True)
+    o, _ = kda(*inputs, qk_l2norm=True, backend="triton")
+    (d_q,) = torch.autograd.grad((o * weight).sum(), inputs[0], create_graph=True)
+    with pytest.raises(RuntimeError, match="no autograd formula"):
+        torch.autograd.grad(d_q.square().sum() + weight.square().sum(), weight)
+
+
+def test_tables_made_while_a_graph_is_captured_are_not_kept(monkeypatch):
+    """They are filled when the graph is replayed. Those that a graph reads outlive all others."""
+    device, kept = torch.device("cuda"), tables_module._dense_tables
+    monkeypatch.setattr(tables_module, "_dense_tables", lambda *key: kept(*key[:2], torch.device("cpu"), *key[3:]))
+    monkeypatch.setattr(tables_module, "_DENSE", {})
+    monkeypatch.setattr(tables_module, "_CAPTURED", {})
+
+    def tables(num_tokens: int, is_capturing: bool):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing)
+        return tables_for(None, 1, num_tokens, device, 8, 0)
+
+    inside = tables(7, True)
+    outside = tables(7, False)
+    assert outside is not inside
+    assert tables(7, True) is outside
+    for num_tokens in range(8, 50):
+        tables(num_tokens, False)
+    assert tables(7, False) is outside
+    assert len(tables_module._DENSE) <= 32
 
 
 # On a GPU -------------------------------------------------------------------------------------------------------------

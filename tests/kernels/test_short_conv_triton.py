@@ -149,6 +149,10 @@ def test_wrong_arguments_are_refused_before_anything_is_launched() -> None:
         short_conv(x.expand(2, -1, -1), weight, cu_seqlens=torch.tensor([0, 6]), backend="triton")
     with pytest.raises(ValueError, match="expected integers"):
         short_conv(x, weight, cu_seqlens=torch.tensor([0.0, 6.0]), backend="triton")
+    with pytest.raises(ValueError, match="cu_seqlens has no documents"):
+        short_conv(x, weight, cu_seqlens=torch.tensor([0]), backend="triton")
+    with pytest.raises(ValueError, match="cu_seqlens is on .*meta"):
+        short_conv(x, weight, cu_seqlens=torch.zeros(2, dtype=torch.int32, device="meta"), backend="triton")
 
 
 def test_the_operator_passes_the_library_checks() -> None:

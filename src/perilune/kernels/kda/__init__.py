@@ -65,6 +65,7 @@ def kda(
     _check_sequence_shapes(q, k, v, g, beta)
     batch, num_tokens, num_heads, key_dim = q.shape
     _check_gate(gate, num_heads, key_dim)
+    _check_devices(q, initial_state=initial_state, **_parameters(gate))
     if beta_max is not None and not beta_max > 0:
         raise ValueError(f"beta_max={beta_max!r} must be positive, or None when beta is the strength itself.")
     name = _choose_backend(backend, q, k, v, g, beta, initial_state, gate)
@@ -73,6 +74,9 @@ def kda(
         from perilune.kernels.kda.triton import triton_kda
 
         num_sequences = batch if cu_seqlens is None else check_borders_shape(cu_seqlens, batch=batch)
+        if num_sequences < 1:
+            raise ValueError(f"cu_seqlens has no documents, expected borders [N + 1] from 0 to T={num_tokens!r}.")
+        _check_devices(q, cu_seqlens=cu_seqlens)
         _check_state(initial_state, (num_sequences, num_heads, key_dim, v.shape[-1]), "initial_state")
         o, state = triton_kda(
             q, k, v, g, beta, scale=scale, initial_state_NHKV=initial_state, cu_seqlens=cu_seqlens, gate=gate,
@@ -200,6 +204,8 @@ def _check_gate(gate: Gate | None, num_heads: int, key_dim: int) -> None:
         return
     if not isinstance(gate, SoftplusGate | BoundedGate):
         raise TypeError(f"gate={gate!r} is not a SoftplusGate or BoundedGate.")
+    if gate.A_log is None and isinstance(gate, SoftplusGate):
+        raise TypeError("gate.A_log is None, which only a BoundedGate allows; expected [H].")
     if gate.A_log is not None and tuple(gate.A_log.shape) != (num_heads,):
         raise ValueError(f"gate.A_log has shape {tuple(gate.A_log.shape)!r}, expected [H] = ({num_heads},).")
     if tuple(gate.dt_bias.shape) not in ((num_heads, key_dim), (num_heads * key_dim,)):
@@ -207,6 +213,16 @@ def _check_gate(gate: Gate | None, num_heads: int, key_dim: int) -> None:
             f"gate.dt_bias has shape {tuple(gate.dt_bias.shape)!r}, "
             f"expected [H, K] = ({num_heads}, {key_dim}) or [H * K] = ({num_heads * key_dim},)."
         )
+
+
+def _parameters(gate: Gate | None) -> dict[str, Tensor | None]:
+    return {} if gate is None else {"gate.A_log": gate.A_log, "gate.dt_bias": gate.dt_bias}
+
+
+def _check_devices(q: Tensor, **others: Tensor | None) -> None:
+    for name, x in others.items():
+        if x is not None and x.device != q.device:
+            raise ValueError(f"{name} is on {x.device!r} but q is on {q.device!r}; move them to one device.")
 
 
 def _check_state(state: Tensor | None, shape: tuple[int, ...], name: str) -> None:

@@ -92,7 +92,7 @@ def kda_decode(
     a_log = None if gate.A_log is None else gate.A_log.float().contiguous()
     return kda_decode_op(
         *rows, conv_weight.float().contiguous(), a_log, gate.dt_bias.float().contiguous().view(-1),
-        norm_weight.float().contiguous(), conv_pool, state_pool, slots, scale,
+        norm_weight.float().contiguous(), conv_pool, state_pool, slots.contiguous(), scale,
         gate.lower_bound if isinstance(gate, BoundedGate) else None, beta_scale, norm_eps,
     )  # fmt: skip
 

@@ -17,13 +17,12 @@ tf32, float32 ones three tf32 products; states and their gradients are float32.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from perilune.kernels.kda import triton_chunk, triton_gradients, triton_scan
 from perilune.kernels.kda.gates import Gate, SoftplusGate
@@ -119,8 +118,9 @@ class _TritonKDA(torch.autograd.Function):
         return o, final
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, d_o: Tensor | None, d_final: Tensor | None) -> tuple[Tensor | None, ...]:
+        # With create_graph=True the operator is part of the graph, and refuses to be differentiated again. (What
+        # `once_differentiable` returns would count as a constant where d_o is: a wrong second derivative.)
         q, k, v, x, beta, A_log, dt_bias, cu_seqlens, o, *saved = ctx.saved_tensors
         if d_o is None:
             d_o = torch.zeros_like(o)
@@ -226,7 +226,11 @@ def _(
     call = _Shapes(q, k, v, cu_seqlens)
 
     def like(x: Tensor | None) -> Tensor:
-        return q.new_empty(0) if x is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        return (
+            q.new_empty(0, dtype=call.operand_dtype)
+            if x is None
+            else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        )
 
     d_initial = q.new_empty(call.state_shape(call.num_sequences), dtype=torch.float32)
     return (*(like(t) for t in (q, k, v, x, beta, A_log, dt_bias)), d_initial)
@@ -237,9 +241,12 @@ def _(
 
 def _rows(x: Tensor) -> Tensor:
     """x [B, T, H, ...] such that B and T are one dim with one stride and channels lie side by side."""
+    if x.shape[1] == 1:  # the stride of T may be anything then, also in a contiguous tensor
+        x = x.as_strided(x.shape, (x.stride(0), x.stride(0), *x.stride()[2:]))
     is_flat = x.shape[0] == 1 or x.stride(0) == x.shape[1] * x.stride(1)
     is_dense = x.dim() == 3 or x.stride(-1) == 1
-    return x if is_flat and is_dense else x.contiguous()
+    is_near = x.shape[2] * x.stride(2) < 2**31  # kernels count the heads' offsets in 32 bits
+    return x if is_flat and is_dense and is_near else x.contiguous()
 
 
 class _Shapes:
@@ -278,7 +285,7 @@ class _Call(_Shapes):
     ):  # fmt: skip
         super().__init__(q, k, v, cu_seqlens)
         self.q, self.k, self.v, self.x, self.beta = (_rows(t) for t in (q, k, v, x, beta))
-        self.A_log, self.dt_bias = A_log, dt_bias
+        self.A_log, self.dt_bias = (None if t is None else t.contiguous() for t in (A_log, dt_bias))
         self.scale, self.kind, self.lower_bound, self.l2norm, self.beta_max = scale, kind, lower_bound, l2norm, beta_max
         self.device = q.device
         self.tables: Tables = tables_for(
@@ -476,6 +483,7 @@ class _Call(_Shapes):
     def gate_gradients(self, d_x: Tensor) -> tuple[Tensor, Tensor]:
         """Turns d_x from the gradient of the log decay into that of the gate's input, in place."""
         if self.dt_bias is None:
+            d_x.masked_fill_(self.x < triton_chunk.SMALLEST_LEARNING_GATE.value, 0.0)
             return self.empty(0), self.empty(0)
         block, num_warps, _ = LAUNCH["gates"]
         parts = triton.cdiv(self.rows, block)
@@ -491,7 +499,7 @@ class _Call(_Shapes):
         return d_rate.sum((0, 2)).view(self.A_log.shape).to(self.A_log.dtype), d_bias
 
 
-@lru_cache(maxsize=16)
+@cache  # few, and a CUDA graph may go on reading them
 @torch.inference_mode(False)  # a cached inference tensor could never be used in training
 def _constant(table: Callable[[torch.dtype, torch.device], Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
     return table(dtype, device)

@@ -33,6 +33,9 @@ LOG2E = tl.constexpr(1.4426950408889634)
 # In units of log2, as all exponents here. Below the first a decay is nothing in float32 (e^-30 = 1e-13).
 SMALLEST_GATE = tl.constexpr(-30.0 * 1.4426950408889634)
 SMALLEST_OCTET_GATE = tl.constexpr(-12.0 * 1.4426950408889634)
+# A log decay below this has no gradient, e^-12.7 = 3e-6 at most in truth: clamped pairs would leave it 6e-6 at any
+# strength, and the slope of a strong gate, thousands, would make much of that.
+SMALLEST_LEARNING_GATE = tl.constexpr(-12.7)
 OCTET_CENTRE = tl.constexpr(-48.0 * 1.4426950408889634)
 
 NO_GATE = tl.constexpr(0)

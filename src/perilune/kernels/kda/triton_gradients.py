@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from perilune.kernels.kda.triton_chunk import (
+    SMALLEST_LEARNING_GATE,
     SOFTPLUS,
     TO_END,
     WHOLE,
@@ -204,11 +205,13 @@ def gate_gradients(
     z += bias
     rate = tl.exp(log_rate)
     if GATE == SOFTPLUS:
-        d_z = -rate * tl.sigmoid(z) * gradient
         softplus = tl.maximum(z, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(z)))
+        gradient = tl.where(-rate * softplus < SMALLEST_LEARNING_GATE, 0.0, gradient)
+        d_z = -rate * tl.sigmoid(z) * gradient
         d_log_rate = -rate * softplus * gradient
     else:
         open_share = tl.sigmoid(rate * z)
+        gradient = tl.where(lower_bound * open_share < SMALLEST_LEARNING_GATE, 0.0, gradient)
         d_z = lower_bound * rate * open_share * (1.0 - open_share) * gradient
         d_log_rate = d_z * z
     tl.store(d_x + target, d_z.to(d_x.dtype.element_ty), mask=inside)

@@ -7,7 +7,6 @@ most T // C + N; entries beyond the true number have length 0 and their programs
 from __future__ import annotations
 
 import weakref
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -38,7 +37,7 @@ def tables_for(
 ) -> Tables:
     """piece: chunks per piece of a split sequence, a multiple of checkpoint_every, or 0."""
     if cu_seqlens is None:
-        return _dense_tables(batch, num_tokens, device, checkpoint_every, piece)
+        return _dense_tables_for(batch, num_tokens, device, checkpoint_every, piece)
     # Inference tensors have no version, and host memory may change without the tensor knowing.
     is_kept = cu_seqlens.device.type == "cuda" and not cu_seqlens.is_inference()
     is_kept = is_kept and not torch.cuda.is_current_stream_capturing()
@@ -61,7 +60,26 @@ def tables_for(
 _PACKED: dict[tuple[int, int, int, int], tuple[weakref.ref[Tensor], int, Tables]] = {}
 
 
-@lru_cache(maxsize=32)
+Key = tuple[int, int, torch.device, int, int]
+_DENSE: dict[Key, Tables] = {}
+_CAPTURED: dict[Key, Tables] = {}  # read by CUDA graphs, which may be replayed at any time: never dropped
+
+
+def _dense_tables_for(*key: *Key) -> Tables:
+    is_capturing = key[2].type == "cuda" and torch.cuda.is_current_stream_capturing()
+    tables = _CAPTURED.get(key, _DENSE.get(key))
+    if tables is None:
+        tables = _dense_tables(*key)
+        if is_capturing:  # filled when the graph is replayed: nobody else may read them
+            return tables
+        if len(_DENSE) >= 32:
+            _DENSE.clear()
+        _DENSE[key] = tables
+    elif is_capturing:
+        _CAPTURED[key] = tables
+    return tables
+
+
 @torch.inference_mode(False)  # a cached inference tensor could never be used in training
 def _dense_tables(batch: int, num_tokens: int, device: torch.device, checkpoint_every: int, piece: int) -> Tables:
     borders = torch.arange(batch + 1, dtype=torch.int64, device=device) * num_tokens

@@ -505,6 +505,12 @@ def why_not(x: Tensor, weight: Tensor, initial_state: Tensor | None) -> str | No
 def triton_short_conv(x_BTC: Tensor, weight_CW: Tensor, *, initial_state_NCW: Tensor | None, cu_seqlens: Tensor | None,
                       activation: str | None, output_final_state: bool) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Same contract as `reference_short_conv`, with the borders on the device: they are not checked."""
+    others = {"weight": weight_CW, "initial_state": initial_state_NCW, "cu_seqlens": cu_seqlens}
+    for name, other in others.items():
+        if other is not None and other.device != x_BTC.device:
+            raise ValueError(f"{name} is on {other.device!r} but x is on {x_BTC.device!r}; move them to one device.")
+    if cu_seqlens is not None and cu_seqlens.numel() < 2 and x_BTC.shape[1] > 0:
+        raise ValueError(f"cu_seqlens has no documents, expected borders [N + 1] from 0 to T={x_BTC.shape[1]!r}.")
     y = _short_conv(x_BTC, weight_CW, cu_seqlens, initial_state_NCW, activation == "silu")
     state = None
     if output_final_state:
