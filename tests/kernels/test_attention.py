@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from perilune.kernels.attention import attention, tiled
-from perilune.kernels.attention.flex import document_mask, why_not
+from perilune.kernels.attention.flex import _causal_mask, _mask_of, document_mask, why_not
 
 # Sums of at most a few hundred float64 products of numbers around 1: 300 x 2.2e-16 with room for the exponential.
 FLOAT64_RTOL = 1e-12
@@ -416,3 +416,16 @@ def test_flex_on_cuda_takes_more_variants_than_dynamo_allows_by_default() -> Non
     for width in range(16, 116, 8):
         q, k, v = (x.detach().cuda().bfloat16() for x in inputs(40, width=width, value_width=16))
         assert attention(q, k, v, backend="flex")[0].isfinite().all()
+
+
+def test_flex_block_masks_made_in_inference_mode_serve_training() -> None:
+    _causal_mask.cache_clear()
+    outside = torch.tensor([0, 3, 200])
+    with torch.inference_mode():
+        inside = torch.tensor([0, 3, 200])
+        masks = [_causal_mask(200, inside.device), _mask_of(inside, 200), _mask_of(outside, 200)]
+    assert _causal_mask(200, inside.device) is masks[0] and _mask_of(outside, 200) is masks[2]
+    assert torch.equal(masks[1].to_dense(), masks[2].to_dense())
+    for mask in (masks[0], masks[2]):
+        tensors = (mask.kv_num_blocks, mask.kv_indices, mask.full_kv_num_blocks, mask.full_kv_indices)
+        assert not any(tensor.is_inference() for tensor in tensors if tensor is not None)

@@ -8,9 +8,13 @@ from torch import Tensor
 
 from perilune.kernels.attention import attention
 from perilune.kernels.attnres import merge, mix, phase1
+from perilune.kernels.cross_entropy import linear_cross_entropy_sum
+from perilune.kernels.gated_norm import gated_rms_norm
 from perilune.kernels.kda import SoftplusGate, kda, kda_step
 from perilune.kernels.newton_schulz import orthogonalize
+from perilune.kernels.norm import add_rms_norm
 from perilune.kernels.short_conv import short_conv, short_conv_step
+from perilune.kernels.swiglu import swiglu
 
 B, T, H, D = 1, 20, 2, 8
 
@@ -38,12 +42,16 @@ OPERATORS: dict[str, Callable[[Tensor], object]] = {
     "short_conv_step": lambda x: short_conv_step(
         x[:, 0].flatten(1), x[:, :3].flatten(2).mT.detach(), x[0, :4].flatten(1).T
     ),
+    "cross entropy": lambda x: linear_cross_entropy_sum(x[0, :, 0], x[0, :, 1], torch.arange(T)),
+    "add_rms_norm": lambda x: add_rms_norm(x, x.flip(1), x[0, 0, 0], 1e-6),
+    "gated_rms_norm": lambda x: gated_rms_norm(x, x.flip(1), x[0, 0, 0], 1e-6),
+    "swiglu": lambda x: swiglu(x),
     "orthogonalize float32": lambda x: orthogonalize(x[0], dtype=torch.float32),
     "orthogonalize reference": lambda x: orthogonalize(x[0], dtype=torch.float32, backend="reference"),
     "orthogonalize bfloat16": lambda x: orthogonalize(x[0]),
 }
 # Only a hand-written backward is ours wherever it is called; torch's own follows the autocast of its caller.
-OWN_BACKWARD = ("attention tiled", "mix", "phase1", "merge", "kda", "short_conv")
+OWN_BACKWARD = ("attention tiled", "mix", "phase1", "merge", "kda", "short_conv", "cross entropy")
 
 
 def tensors_of(result: object) -> list[Tensor]:

@@ -64,6 +64,19 @@ def test_large_logits_and_ignored_rows_stay_finite() -> None:
     assert loss == 0 and (dhidden == 0).all() and (dweight == 0).all()
 
 
+@pytest.mark.parametrize("one_pass", [True, False])
+@pytest.mark.parametrize("wrong", [-1, -101, 40, 10_000])
+def test_a_target_outside_of_the_vocabulary_makes_the_loss_nan(wrong, one_pass, monkeypatch) -> None:
+    from perilune.kernels.cross_entropy import triton
+
+    if not one_pass:
+        monkeypatch.setattr(triton, "ONE_BLOCK", 16)
+        monkeypatch.setattr(triton, "BLOCK", 16)
+    hidden, weight, targets = inputs(6, 40)
+    targets[4] = wrong
+    assert linear_cross_entropy_sum(hidden, weight, targets, backend="triton").isnan()
+
+
 def test_without_gradient_the_loss_is_the_same_and_no_rows_cost_nothing() -> None:
     hidden, weight, targets = inputs(6, 40)
     with torch.no_grad():

@@ -230,6 +230,13 @@ def test_polar_express_8_follows_from_the_minimax_construction() -> None:
         np.testing.assert_allclose(step, quintic / [safety, safety**3, safety**5], rtol=1e-9)
 
 
+def test_a_machine_without_triton_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("perilune.kernels.newton_schulz.HAS_TRITON", False)
+    assert orthogonalize(torch.eye(3)).shape == (3, 3)
+    with pytest.raises(ValueError, match="Triton is not installed"):
+        orthogonalize(torch.eye(3), backend="triton")
+
+
 def test_wrong_input_is_named() -> None:
     with pytest.raises(ValueError, match="did you mean 'jordan'"):
         orthogonalize(torch.zeros(2, 2), coefficients="jordn")

@@ -52,6 +52,14 @@ def test_strided_inputs_give_the_same() -> None:
         assert torch.equal(mine, right)
 
 
+def test_a_second_derivative_is_refused_and_never_zero() -> None:
+    """The gradient of the sum of h depends on x although that of h does not."""
+    x, _ = inputs(3, 10)
+    (dx,) = torch.autograd.grad(swiglu(x, backend="triton").sum(), [x], create_graph=True)
+    with pytest.raises(RuntimeError, match="swiglu_backward"):
+        (dx.square().sum() + x.sum()).backward()
+
+
 def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match=r"shape \(4, 7\), expected \[..., 2 I\]"):
         swiglu(torch.zeros(4, 7))

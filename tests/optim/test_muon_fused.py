@@ -1,5 +1,6 @@
 """MuonClip on a GPU: fused passes over memory (also in Triton's interpreter), and steps recorded in CUDA graphs."""
 
+import contextlib
 import copy
 import math
 
@@ -11,6 +12,7 @@ from perilune.kernels.newton_schulz import COEFFICIENTS
 from perilune.kernels.newton_schulz.dense import dense_orthogonalize
 from perilune.kernels.triton_support import HAS_TRITON
 from perilune.optim import Adam, ColumnBlocks, MuonClip, RowBlocks, Stacked, Whole
+from perilune.optim.capture import CapturedStep
 from perilune.optim.matrices import blocks
 from tests.optim.small_attention import GroupedAttention
 
@@ -133,6 +135,60 @@ def test_only_a_capturable_optimizer_gives_a_captured_step():
     optimizer = MuonClip.for_model(nn.Linear(4, 4), lr=0.1, qk_clip_tau=None)
     with pytest.raises(ValueError, match="capturable=True"):
         optimizer.captured_step()
+
+
+@on_cpu
+def test_a_captured_step_says_that_it_needs_a_gpu():
+    model = nn.Linear(4, 4)
+    captured = MuonClip.for_model(model, lr=0.1, qk_clip_tau=None, capturable=True).captured_step()
+    before = model.weight.clone()
+    model.weight.grad = torch.ones_like(model.weight)
+    with pytest.raises(RuntimeError, match="one CUDA device, found cpu"):
+        captured()
+    assert torch.equal(model.weight, before)
+
+
+class Tape:
+    """Stands for a CUDA graph: recording runs the step instead, replaying runs nothing."""
+
+    replays = 0
+
+    def replay(self) -> None:
+        Tape.replays += 1
+
+
+@on_cpu
+def test_a_recorded_step_is_refused_once_its_state_moved_and_kept_only_when_whole(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Tape)
+    monkeypatch.setattr(torch.cuda, "graph", contextlib.nullcontext)
+    monkeypatch.setattr(CapturedStep, "_check_devices", lambda self: None)
+    model = nn.Sequential(GroupedAttention(8, 2, 2, 4), nn.Linear(8, 8))
+    optimizer = MuonClip.for_model(model, lr=0.1, qk_clip_tau=2.0, capturable=True)
+    captured = optimizer.captured_step()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    Tape.replays = 0
+    captured()
+    with monkeypatch.context() as broken:
+        broken.setattr(optimizer, "_muon_update", lambda *arguments: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            captured()
+    captured()
+    captured()
+    assert Tape.replays == 2
+    model.load_state_dict(copy.deepcopy(model.state_dict()))
+    captured()
+    state = copy.deepcopy(optimizer.state_dict())
+    optimizer.load_state_dict(state)
+    with pytest.raises(RuntimeError, match="make a new captured_step"):
+        captured()
+    captured = optimizer.captured_step()
+    for _ in range(2):
+        captured()
+    model[1].weight.data = model[1].weight.data.clone()
+    with pytest.raises(RuntimeError, match="make a new captured_step"):
+        captured()
+    assert Tape.replays == 4
 
 
 # On a GPU
@@ -283,6 +339,13 @@ def test_moved_gradients_and_changed_constants_are_refused():
     optimizer.param_groups[-1]["eps"] = 1e-8
     model.up.weight.grad = torch.randn_like(model.up.weight)
     with pytest.raises(RuntimeError, match="set_to_none=False"):
+        captured()
+    captured = optimizer.captured_step()
+    for step in range(3):
+        give_gradients(model, step)
+        captured()
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    with pytest.raises(RuntimeError, match="state moved"):
         captured()
     _, plain = build(capturable=False)
     for parameter in plain.param_groups[0]["params"]:

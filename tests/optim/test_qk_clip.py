@@ -132,6 +132,7 @@ def test_bounds_and_exact_maxima_mix_over_micro_batches():
     module.recorder.update(torch.tensor([0.1, 0.9, 0.3, 0.2]), torch.tensor([False, True, False, False]))
     largest, is_bound = clip.apply().by_layer()
     assert largest == [pytest.approx(0.9)] and is_bound == [True]
+    assert QKClip({}).apply().by_layer() == ([], [])
 
 
 def test_recorders_learn_the_lowest_threshold_anybody_clips_at():

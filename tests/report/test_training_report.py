@@ -91,7 +91,7 @@ def test_upper_bounds_of_logits_are_marked(tmp_path: Path, bounds: Any, headline
     page = training_page(read_run(write_run(tmp_path / "tiny", records)))
     assert {each.label: each.value for each in page.headlines}["highest attention logit"] == headline
     captions = [plot.caption for section in page.sections for plot in getattr(section, "plots", ())]
-    assert any("upper bounds" in caption for caption in captions)
+    assert any("Below the limit some values are upper bounds" in caption for caption in captions)
 
 
 @pytest.mark.parametrize("tail", [b"", b'{"kind": "tra', b"\xff\xfe", b"null", b"[]"])
@@ -149,8 +149,10 @@ def test_expert_imbalance_has_its_plot_when_recorded(tmp_path: Path) -> None:
 
 def test_clip_that_is_off_has_no_limit_line(tmp_path: Path) -> None:
     config = CONFIG | {"optimizer": {"qk_clip_tau": None}}
-    html = write_training_report(write_run(tmp_path / "tiny", whole_run(), config=config)).read_text()
+    records = [*whole_run(), train_record(41, max_logit_is_bound=[True, True])]
+    html = write_training_report(write_run(tmp_path / "tiny", records, config=config)).read_text()
     assert "QK-Clip off" in html and "limit 30" not in html
+    assert "Some values are upper bounds" in html and "the limit" not in html
 
 
 def test_environment_is_in_the_header(tmp_path: Path) -> None:

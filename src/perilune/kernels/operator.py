@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 
 def operator(
@@ -55,9 +54,10 @@ def operator(
             return output
 
         @staticmethod
-        @once_differentiable
         def backward(ctx: Any, *d_outputs: Any) -> Any:
-            found = gradients(ctx, backward, *d_outputs)
+            # With create_graph=True the operator is part of the graph, and refuses to be differentiated again. (What
+            # `once_differentiable` returns would count as a constant where d_outputs are: a wrong second derivative.)
+            found = gradients(ctx, backward_operator if torch.is_grad_enabled() else backward, *d_outputs)
             return None, *_flattened(found if isinstance(found, tuple) else (found,))
 
     def call(*inputs: Any) -> Any:

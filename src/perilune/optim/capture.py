@@ -69,6 +69,7 @@ class CapturedStep:
         self.optimizer = optimizer
         self._graph: torch.cuda.CUDAGraph | None = None
         self._warm = False
+        self._gradients: tuple = ()
         self._places: tuple = ()
         self._constants: list[dict[str, Any]] = []
         self._maxima: list[tuple[Tensor, Tensor]] = []
@@ -76,6 +77,7 @@ class CapturedStep:
 
     def __call__(self) -> None:
         if not self._warm:
+            self._check_devices()
             self.optimizer.step()
             self._warm = True
             return
@@ -85,21 +87,27 @@ class CapturedStep:
 
     def _record(self) -> None:
         optimizer = self.optimizer
-        self._places = self._gradient_places()
         self._constants = self._constants_now()
         seen = self._hold_maxima()
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
             optimizer.step()
+        self._graph = graph
+        self._gradients, self._places = self._gradient_places(), self._other_places()
         # Recording runs nothing, but QK-Clip has forgotten the maxima of this step as if it had.
         self._recorded_report = optimizer.qk_report
         for recorder, (value, exact) in zip(self._recorders(), seen, strict=True):
             recorder.value, recorder.exact = value, exact
 
     def _replay(self) -> None:
-        if self._gradient_places() != self._places:
+        if self._gradient_places() != self._gradients:
             raise RuntimeError(
                 "gradients moved since the step was recorded; keep them where they are: zero_grad(set_to_none=False)"
+            )
+        if self._other_places() != self._places:
+            raise RuntimeError(
+                "parameters or optimizer state moved since the step was recorded, as load_state_dict does; "
+                "make a new captured_step()"
             )
         if (now := self._constants_now()) != self._constants:
             raise RuntimeError(f"param_groups changed from {self._constants!r} to {now!r}; make a new captured_step()")
@@ -112,6 +120,8 @@ class CapturedStep:
         assert self._graph is not None
         self._graph.replay()
         optimizer.qk_report = self._recorded_report
+        if optimizer.qk_clip is not None and self._recorded_report is not None:
+            optimizer.qk_clip.last_max_logits = self._recorded_report.max_logits
 
     def _hold_maxima(self) -> list[tuple[Tensor, Tensor]]:
         """Give every recorder tensors that stay, for the graph to read; returns what they held."""
@@ -126,12 +136,27 @@ class CapturedStep:
         clip = self.optimizer.qk_clip
         return [] if clip is None else [layer.recorder for layer in clip.heads]
 
+    def _check_devices(self) -> None:
+        devices = {parameter.device for group in self.optimizer.param_groups for parameter in group["params"]}
+        if len(devices) > 1 or next(iter(devices)).type != "cuda":
+            found = ", ".join(sorted(map(str, devices)))
+            raise RuntimeError(f"captured_step needs all parameters on one CUDA device, found {found}; use step()")
+
     def _gradient_places(self) -> tuple:
         return tuple(
             None if parameter.grad is None else parameter.grad.data_ptr()
             for group in self.optimizer.param_groups
             for parameter in group["params"]
         )
+
+    def _other_places(self) -> tuple:
+        """What else a graph reads and writes that could be replaced between steps."""
+        optimizer = self.optimizer
+        tensors = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        tensors += [value for parameter in tensors for value in optimizer.state[parameter].values()]
+        if optimizer.qk_clip is not None:
+            tensors.append(optimizer.qk_clip.ever_clipped)
+        return tuple(tensor.data_ptr() for tensor in tensors)
 
     def _constants_now(self) -> list[dict[str, Any]]:
         constants = []

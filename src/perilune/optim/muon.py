@@ -141,8 +141,8 @@ class MuonClip(torch.optim.Optimizer):
     ) -> MuonClip:
         """MuonClip over all trainable parameters of `model`.
 
-        qk_clip_tau: largest attention logit QK-Clip allows; None switches it off, infinity only watches and reports.
-        gqa: its rule for shared keys.
+        qk_clip_tau: largest attention logit QK-Clip allows; None switches it off, infinity only watches and reports (on
+        a GPU upper bounds, see qk_clip.py). gqa: its rule for shared keys.
         per_head: orthogonalise declared head blocks apart instead of whole projections. adam_lr, adam_weight_decay:
         default to lr and weight_decay. decay_norm_gains: also decay gains of norms, as Moonlight; only where the
         default rule decides, so not for modules that declare their own (use overrides there). coefficients: a

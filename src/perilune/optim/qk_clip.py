@@ -78,6 +78,8 @@ class ClipReport:
 
     def by_layer(self) -> tuple[list[float], list[bool]]:
         """The largest entry of every layer, and whether it is only an upper bound. Waits for the device."""
+        if not self.layers:
+            return [], []
         exact = self.max_logits.masked_fill(self.is_bound, -torch.inf).amax(dim=-1).tolist()
         largest = self.max_logits.amax(dim=-1).tolist()
         return largest, [low < high for low, high in zip(exact, largest, strict=True)]

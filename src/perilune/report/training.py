@@ -243,7 +243,8 @@ def _logit_plots(records: RunRecords) -> list[Plot]:
     limits = [] if tau is None else [Threshold(value=tau, name=f"limit {compact(tau)}")]
     caption = f"Attention layers counted from the input ({layers}); the highest logit of any head, before the clip."
     if any("max_logit_is_bound" in record for record in records.train):
-        caption += " Below the limit some values are upper bounds (the log-sum-exp of a row), marked in metrics.jsonl."
+        caption += " Some values" if tau is None else " Below the limit some values"
+        caption += " are upper bounds (the log-sum-exp of a row), marked in metrics.jsonl."
     clipped = series_from_records(records.train, "clipped_heads", name="heads")
     return [
         Plot(

@@ -76,8 +76,11 @@ def _document_of_token(cu_seqlens: Tensor | None, length: int, device: torch.dev
 _last_mask: tuple[weakref.ref[Tensor], int, BlockMask] | None = None
 
 
+@torch.inference_mode(False)  # a cached inference tensor could never be used in training
 def _mask_of(cu_seqlens: Tensor, length: int) -> BlockMask:
     global _last_mask
+    if cu_seqlens.is_inference():  # without a version counter, so a change in place could not be seen
+        return document_mask(_document_of_token(cu_seqlens, length, cu_seqlens.device))
     if _last_mask is not None:
         owner, version, mask = _last_mask
         if owner() is cu_seqlens and version == cu_seqlens._version and mask.shape[-1] == length:
@@ -88,6 +91,7 @@ def _mask_of(cu_seqlens: Tensor, length: int) -> BlockMask:
 
 
 @lru_cache(maxsize=8)
+@torch.inference_mode(False)
 def _causal_mask(length: int, device: torch.device) -> BlockMask:
     return document_mask(_document_of_token(None, length, device))
 

@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from perilune.kernels.cross_entropy.dense import IGNORED, dense_cross_entropy_sum
+from perilune.kernels.precision import full_precision
 from perilune.kernels.triton_support import why_not_triton
 
 __all__ = ["IGNORED", "linear_cross_entropy_sum"]
 
 
+@full_precision
 def linear_cross_entropy_sum(
     hidden_ND: Tensor,
     weight_VD: Tensor,

@@ -44,8 +44,10 @@ def _losses_kernel(logits, targets, losses, vocabulary, stride, IGNORED: tl.cons
     logits += row.to(tl.int64) * stride
     target = tl.load(targets + row)
     counts = target != IGNORED
-    # Read before the sums, in which all warps meet: the row is overwritten after them.
-    at_target = tl.load(logits + target, mask=counts, other=0.0).to(tl.float32)
+    # Read before the sums, in which all warps meet: the row is overwritten after them. A target outside of the
+    # vocabulary makes the loss NaN: nothing beside the row is read, and nobody trains on it unnoticed.
+    exists = (target >= 0) & (target < vocabulary)
+    at_target = tl.load(logits + target, mask=exists, other=float("nan")).to(tl.float32)
     column = tl.arange(0, BLOCK)
     z = tl.load(logits + column, mask=column < vocabulary, other=float("-inf")).to(tl.float32)
     largest = tl.max(z, axis=0)

@@ -58,6 +58,8 @@ def orthogonalize(
     if x.numel() == 0:
         return torch.zeros_like(x, dtype=out_dtype)
     x_BNM = x.reshape(-1, *x.shape[-2:])
+    if backend == "triton" and not HAS_TRITON:
+        raise ValueError("backend='triton' cannot orthogonalise: Triton is not installed (pip install 'perilune[gpu]')")
     if backend == "triton" or (backend is None and _triton_suits(x_BNM, dtype)):
         from perilune.kernels.newton_schulz.fast import fast_orthogonalize
 
