@@ -37,6 +37,12 @@ def examine() -> dict[str, Any]:
     }
 
 
+def kernels_line(found: dict[str, Any]) -> str:
+    """What the own GPU kernels say of themselves, for a machine that has a GPU."""
+    state = found["torch"]["kernels"]
+    return "ok" if state == "ok" else f"not used, everything on the GPU is slow: {state}"
+
+
 def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
@@ -75,8 +81,16 @@ def _torch() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "gpus": gpus,
         "bf16": bool(gpus) and torch.cuda.is_bf16_supported(),
+        "kernels": _check_kernels(torch) if gpus else None,
         "operators": _check_operators(torch),
     }
+
+
+def _check_kernels(torch: Any) -> str:
+    """Whether the own GPU kernels can run, or why not."""
+    from perilune.kernels.triton_support import why_not_triton
+
+    return why_not_triton(torch.empty(0, device="cuda")) or "ok"
 
 
 def _check_operators(torch: Any) -> dict[str, str]:
@@ -131,6 +145,8 @@ def show(found: dict[str, Any]) -> None:
         rows["torch"] = f"{torch['version']}, {torch['threads']} threads, {torch['cpu_capability']}"
         gpus = [f"{gpu['name']} ({gpu['memory_gib']} GiB, sm {gpu['capability']})" for gpu in torch["gpus"]]
         rows["gpu"] = ", ".join(gpus) or "none: training runs on the CPU in float32"
+        if torch["kernels"]:
+            rows["kernels"] = kernels_line(found)
         rows["operators"] = ", ".join(f"{name} {state}" for name, state in torch["operators"].items())
     else:
         rows["torch"] = "not installed: train, generate and data need it"

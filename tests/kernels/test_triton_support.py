@@ -1,5 +1,6 @@
 """Where Triton kernels may run, and which assembler they are trusted to."""
 
+import warnings
 from pathlib import Path
 
 import pytest
@@ -64,3 +65,19 @@ def test_a_processor_runs_kernels_only_in_the_interpreter(monkeypatch):
     assert "run on CUDA" in str(triton_support.why_not_triton(x))
     monkeypatch.setattr(triton_support, "HAS_TRITON", False)
     assert "not installed" in str(triton_support.why_not_triton(x))
+
+
+def test_the_slow_path_is_announced_once():
+    triton_support.warn_slow.cache_clear()
+    with pytest.warns(UserWarning, match="kda runs without its GPU kernels, many times slower: no luck"):
+        triton_support.warn_slow("kda", "no luck")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        triton_support.warn_slow("kda", "no luck")
+
+
+def test_doctor_says_why_kernels_are_not_used():
+    from perilune.doctor import kernels_line
+
+    assert kernels_line({"torch": {"kernels": "ok"}}) == "ok"
+    assert "slow: ptxas is too old" in kernels_line({"torch": {"kernels": "ptxas is too old"}})

@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import subprocess
+import warnings
 from functools import lru_cache
 from pathlib import Path
 
@@ -35,6 +36,12 @@ def why_not_triton(x: Tensor) -> str | None:
     if x.device.type == "cpu" and INTERPRETED:
         return None
     return f"Triton kernels run on CUDA, not on {x.device.type!r} (on CPU only with TRITON_INTERPRET=1, for tests)"
+
+
+@lru_cache(maxsize=8)
+def warn_slow(operator: str, reason: str) -> None:
+    """Say once why an operator does without its GPU kernels."""
+    warnings.warn(f"{operator} runs without its GPU kernels, many times slower: {reason}", stacklevel=4)
 
 
 # ptxas 12.8, which Triton 3.6 and 3.7 bring along, may compute the shared memory descriptor of Hopper's matrix

@@ -23,7 +23,7 @@ from perilune.kernels.kda.gates import BoundedGate, Gate, SoftplusGate
 from perilune.kernels.kda.reference import l2norm, recurrent_kda
 from perilune.kernels.kda.reference import step as _reference_step
 from perilune.kernels.precision import full_precision
-from perilune.kernels.triton_support import HAS_TRITON
+from perilune.kernels.triton_support import HAS_TRITON, warn_slow, why_not_triton
 
 __all__ = ["BACKENDS", "BoundedGate", "Gate", "SoftplusGate", "kda", "kda_step", "l2norm"]
 
@@ -156,6 +156,8 @@ def _choose_backend(
         return "triton"
     if backend == "triton":
         raise ValueError(f"backend='triton' cannot run this call: {reason or 'q or v is empty'}.")
+    if q.device.type == "cuda" and not torch.compiler.is_compiling() and (cause := why_not_triton(q)):
+        warn_slow("kda", cause)
     return "chunked"
 
 
