@@ -24,10 +24,11 @@ class OptimizerConfig:
     adam_betas: tuple[float, float] = (0.9, 0.95)
     per_head: bool = False
     """Orthogonalise the heads of q, k, v and o one by one."""
-    orthogonalize_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of Newton-Schulz. "auto" is bfloat16 where the machine has it in hardware; name one to compare machines."""
+    orthogonalize_dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
+    """Of Newton-Schulz. "auto" is float16 on a GPU, bfloat16 on a processor that multiplies it in hardware, else
+    float32; name one to compare machines."""
     qk_clip_tau: float | None = 100.0
-    """Attention logit above which QK-Clip shrinks a head; None: only record."""
+    """Attention logit above which QK-Clip shrinks a head; None: only record (on a GPU, upper bounds)."""
 
     def __post_init__(self) -> None:
         if self.kind not in ("muonclip", "adamw"):
@@ -42,10 +43,10 @@ class OptimizerConfig:
             raise ValueError(f"optimizer.momentum is {self.momentum!r}, expected a number in [0, 1)")
         if len(self.adam_betas) != 2 or not all(0 <= beta < 1 for beta in self.adam_betas):
             raise ValueError(f"optimizer.adam_betas is {self.adam_betas!r}, expected two numbers in [0, 1)")
-        if self.orthogonalize_dtype not in ("auto", "float32", "bfloat16"):
+        if self.orthogonalize_dtype not in ("auto", "float32", "float16", "bfloat16"):
             raise ValueError(
                 f"optimizer.orthogonalize_dtype is {self.orthogonalize_dtype!r}, expected "
-                '"auto", "float32" or "bfloat16"'
+                '"auto", "float32", "float16" or "bfloat16"'
             )
 
 

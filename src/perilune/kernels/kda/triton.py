@@ -30,7 +30,7 @@ from perilune.kernels.kda.triton_chunk import CHUNK, interval_table, later_table
 from perilune.kernels.kda.triton_tables import Runs, Tables, tables_for
 from perilune.kernels.triton_support import num_sms, why_not_triton
 
-# One float32 state per 8 chunks of 64 tokens costs as much as a bfloat16 one per 16 tokens and key channel would.
+# A float32 state of 128 x 128 per 8 chunks is 128 bytes a token, half as much as its q.
 CHECKPOINT_EVERY = 8
 SHARED_MEMORY = 220 * 1024  # of one multiprocessor of Hopper, less what a kernel needs besides its operands
 
@@ -41,7 +41,9 @@ class Launch(NamedTuple):
     num_stages: int
 
 
-# Measured on one H200 (benchmarks/results/bench_kda.json): bfloat16, 32 heads of 128. A block never exceeds the width.
+# Gates, scans and restart from a sweep on one H200, bfloat16, 32 heads of 128 ("candidates" in
+# benchmarks/results/h200_first_round.json); the others by registers and spills of the compiled code, since they changed
+# after it. A block never exceeds the width.
 LAUNCH = {
     "gates": Launch(32, 4, 1),
     "products": Launch(32, 4, 1),
