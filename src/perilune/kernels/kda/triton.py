@@ -24,7 +24,7 @@ import torch
 import triton
 from torch import Tensor
 
-from perilune.kernels.kda import triton_chunk, triton_gradients, triton_scan
+from perilune.kernels.kda import cuda, triton_chunk, triton_gradients, triton_scan
 from perilune.kernels.kda.gates import Gate, SoftplusGate
 from perilune.kernels.kda.triton_chunk import CHUNK, interval_table, later_table
 from perilune.kernels.kda.triton_tables import Runs, Tables, tables_for
@@ -338,6 +338,8 @@ class _Call(_Shapes):
     ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
         """P, A, reciprocal norms and the operands of the scans; A and the norms may be known from before."""
         H, K, V = self.num_heads, self.key_dim, self.value_dim
+        if self.takes_cuda():
+            return self.prepare_in_cuda(g, known)
         grid = (self.max_chunks * H,)
         tables = self.tables
         strides = (*self.q.stride()[1:3], *self.k.stride()[1:3])
@@ -374,6 +376,33 @@ class _Call(_Shapes):
             K=K, V=V, BK=block, BV=min(block, V), C=CHUNK, L2NORM=self.l2norm, BETA_SIGMOID=self.beta_max > 0,
             PRECISION=self.precision, num_warps=num_warps, num_stages=num_stages,
         )  # fmt: skip
+        return P, A, rstd, operands
+
+    def takes_cuda(self) -> bool:
+        dtype = torch.bfloat16 if self.operand_dtype == torch.bfloat16 else torch.float32
+        return cuda.why_not_cuda(self.device, dtype, self.key_dim, self.value_dim) is None
+
+    def prepare_in_cuda(
+        self, g: Tensor, known: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+        H, K, V = self.num_heads, self.key_dim, self.value_dim
+        square = (self.max_chunks, H, CHUNK, CHUNK)
+        if known is None:
+            P, A = self.empty(*square), self.empty(*square)
+            rstd = self.empty(self.batch, self.num_tokens, H, 2, dtype=torch.float32)
+        else:
+            A, rstd = known
+            P = A
+        names = {"W": K, "U": V, "to_end": K, "from_start": K}
+        operands = {name: self.empty(self.max_chunks, H, CHUNK, width) for name, width in names.items()}
+        operands["state_decay"] = self.empty(self.max_chunks, H, K, dtype=torch.float32)
+        beta = self.beta.float()
+        cuda.launch("prepare", self.max_chunks * H, K, V, [
+            self.q, self.k, self.v, g, beta, self.tables.chunk_start, self.tables.chunk_length, P, A, rstd,
+            *operands.values(), *self.q.stride()[1:3], *self.k.stride()[1:3], *self.v.stride()[1:3],
+            *beta.stride()[1:3], H, float(self.scale), float(self.beta_max), int(self.l2norm), int(self.beta_max > 0),
+            int(known is not None),
+        ])  # fmt: skip
         return P, A, rstd, operands
 
     def scan(
@@ -466,6 +495,18 @@ class _Call(_Shapes):
             num_warps=num_warps, num_stages=num_stages,
         )  # fmt: skip
         d_q, d_k, d_x = (torch.empty(t.shape, dtype=t.dtype, device=self.device) for t in (self.q, self.k, self.x))
+        if self.takes_cuda():
+            beta, d_strength = self.beta.float(), d_beta[parts]
+            d_g = torch.empty(self.x.shape, dtype=torch.bfloat16, device=self.device)
+            cuda.launch("gradients", self.max_chunks * H, K, V, [
+                self.q, self.k, g, beta, d_o, rstd, along, flows, tables.chunk_start, tables.chunk_length, signals,
+                writes, states, d_states, d_L, d_P, d_q, d_k, d_g, d_strength,
+                *self.q.stride()[1:3], *self.k.stride()[1:3], *beta.stride()[1:3], *d_o.stride()[1:3], H, float(self.scale), float(self.beta_max), flows.shape[2],
+                int(self.l2norm), int(self.beta_max > 0),
+            ])  # fmt: skip
+            d_rate, d_bias = self.gate_gradients(d_g, d_x)
+            d_strength = d_strength.view(self.beta.shape).to(self.beta.dtype, copy=True)
+            return d_q, d_k, d_v, d_x, d_strength, d_rate, d_bias
         block, num_warps, num_stages = self.launch("gradients", K)
         triton_gradients.chunk_gradients[(self.max_chunks * H * parts,)](
             self.q, self.k, g, self.beta, d_o, rstd, along, self.intervals, self.later, flows,
@@ -475,23 +516,25 @@ class _Call(_Shapes):
             K=K, V=V, BK=block, BV=min(128, V), C=CHUNK, FLOWS=flows.shape[2], L2NORM=self.l2norm,
             BETA_SIGMOID=self.beta_max > 0, PRECISION=self.precision, num_warps=num_warps, num_stages=num_stages,
         )  # fmt: skip
-        d_rate, d_bias = self.gate_gradients(d_x)
+        d_rate, d_bias = self.gate_gradients(d_x, d_x)
         d_beta = d_beta.sum(0).view(self.beta.shape)
         if self.beta_max > 0:
             open_share = torch.sigmoid(self.beta.float())
             d_beta *= self.beta_max * open_share * (1 - open_share)
         return d_q, d_k, d_v, d_x, d_beta.to(self.beta.dtype), d_rate, d_bias
 
-    def gate_gradients(self, d_x: Tensor) -> tuple[Tensor, Tensor]:
-        """Turns d_x from the gradient of the log decay into that of the gate's input, in place."""
+    def gate_gradients(self, d_g: Tensor, d_x: Tensor) -> tuple[Tensor, Tensor]:
+        """Fills d_x, which may be d_g itself, with the gradient of the gate's input, given that of the log decay."""
         if self.dt_bias is None:
+            if d_x is not d_g:
+                d_x.copy_(d_g)
             d_x.masked_fill_(self.x < triton_chunk.SMALLEST_LEARNING_GATE.value, 0.0)
             return self.empty(0), self.empty(0)
         block, num_warps, _ = LAUNCH["gates"]
         parts = triton.cdiv(self.rows, block)
         d_rate, d_bias = (self.empty(parts, self.num_heads, self.key_dim, dtype=torch.float32) for _ in range(2))
         triton_gradients.gate_gradients[(self.num_heads * parts,)](
-            self.x, self.A_log, self.dt_bias, d_x, d_x, d_rate, d_bias,
+            self.x, self.A_log, self.dt_bias, d_g, d_x, d_rate, d_bias,
             *self.x.stride()[1:3], self.rows, self.num_heads, self.lower_bound,
             K=self.key_dim, ROWS=block, GATE=self.kind, HAS_RATE=self.A_log is not None, num_warps=num_warps,
         )  # fmt: skip
