@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from perilune.kernels.attnres import BY_DEFAULT, fused_block_takes, merge, mix, phase1
+from perilune.kernels.attnres import fused_block_takes, merge, mix, phase1
 from perilune.kernels.norm import add_rms_norm, rms_norm, takes_triton
 from perilune.model.linear import RMSNorm
 from perilune.optim.matrices import Adam, Layout
@@ -166,7 +166,7 @@ def plain_stream(embedding: Tensor) -> Stream:
 
 
 def attnres_stream(
-    embedding: Tensor, sites: list[AttentionResidual], *, block_sublayers: int, fused: bool = BY_DEFAULT
+    embedding: Tensor, sites: list[AttentionResidual], *, block_sublayers: int, fused: bool = True
 ) -> Stream:
     """`sites` in reading order: two per layer, then the output's. fused: take the fused kernels where they can run."""
     sublayers = len(sites) - 1

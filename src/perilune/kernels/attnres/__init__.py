@@ -5,7 +5,7 @@ against the finished blocks at once, then a cheap merge with the running block s
 `dense.py` runs on any device, `triton.py` on CUDA. `fused_block_takes` says whether a network can use the operators of
 `triton.py` that fuse both steps with the residual addition and the RMSNorm around them.
 
-Triton is taken where asked for (backend="triton", `fused=True` of a residual stream), and by default when BY_DEFAULT.
+Triton is taken by default on a GPU that can run it.
 """
 
 from collections.abc import Sequence
@@ -18,11 +18,8 @@ from perilune.kernels.attnres.reference import reference_merge, reference_mix, r
 from perilune.kernels.precision import full_precision
 from perilune.kernels.triton_support import INTERPRETED, why_not_triton
 
-__all__ = ["BY_DEFAULT", "fused_block_takes", "merge", "mix", "phase1"]
+__all__ = ["fused_block_takes", "merge", "mix", "phase1"]
 
-BY_DEFAULT = False
-"""Stays off until the tests marked gpu of tests/kernels/test_attnres_triton.py have passed on an H200: the kernels are
-tested in Triton's interpreter and compiled for the chip, but their results there are not yet checked."""
 TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_SOURCES = 32
 """The Triton kernels hold all sources of a token at once: from 17 on not in registers alone."""
@@ -62,7 +59,7 @@ def _chosen(backend: str | None, source: Tensor, num_sources: int) -> str:
     if backend not in (None, "dense", "reference", "triton"):
         raise ValueError(f"backend={backend!r} is unknown: expected 'dense', 'reference', 'triton' or None to choose")
     if backend is None:
-        return "triton" if BY_DEFAULT and fused_block_takes(source, num_sources) else "dense"
+        return "triton" if fused_block_takes(source, num_sources) else "dense"
     if backend == "triton" and (reason := _why_not_triton(source, num_sources)) is not None:
         raise ValueError(f"backend='triton' cannot run: {reason}")
     return backend
