@@ -77,8 +77,8 @@ def kernels(T: int, H: int, D: int) -> dict[str, Callable[[], object]]:
     call = path._Call(
         q, k, v, x, beta, gate.A_log, gate.dt_bias, None, D**-0.5, path.GATE_KINDS["bounded"], -5.0, True, 0.0
     )
-    g = call.gates()
-    P, A, rstd, operands = call.prepare(g)
+    P, A, rstd, _, _ = call.prepare()
+    *_, operands, g = call.prepare(known=(A, rstd))
     o, d_o = torch.empty_like(v), torch.randn_like(v)
     final, d_initial, checkpoints = call.new_states(1), call.new_states(1), call.new_checkpoints(True)
     states, writes = call.chunk_buffer(D), call.chunk_buffer(path.CHUNK)
@@ -99,9 +99,9 @@ def kernels(T: int, H: int, D: int) -> dict[str, Callable[[], object]]:
     flows = scan_backward()
     return {
         "gates": call.gates,
-        "products": lambda: call.prepare(g),  # with inverse and operands
-        "inverse": lambda: call.prepare(g),
-        "operands": lambda: call.prepare(g, known=(A, rstd)),
+        "products": call.prepare,  # with inverse and operands
+        "inverse": call.prepare,
+        "operands": lambda: call.prepare(known=(A, rstd)),
         "scan": lambda: call.scan(operands, P, tables.sequences, o=o, final=final, checkpoints=checkpoints),
         "restart": lambda: call.scan(operands, P, tables.checkpoints, start=checkpoints, keep=(states, writes)),
         "scan_backward": scan_backward,

@@ -17,7 +17,9 @@ struct Dim { int x; }; static thread_local Dim threadIdx; static thread_local Di
 #define __global__
 #define __launch_bounds__(...)
 #define __syncthreads() emu_cta->wait()
-struct uint4 { uint32_t x, y, z, w; }; struct float2 { float x, y; }; struct float4 { float x, y, z, w; };
+struct uint4 { uint32_t x, y, z, w; }; struct float2 { float x, y; }; struct uint2 { uint32_t x, y; };
+inline uint2 make_uint2(uint32_t a, uint32_t b) { return {a, b}; }
+struct float4 { float x, y, z, w; };
 inline uint4 make_uint4(uint32_t a, uint32_t b, uint32_t c, uint32_t d) { return {a, b, c, d}; }
 inline float2 make_float2(float a, float b) { return {a, b}; } inline float4 make_float4(float a, float b, float c, float d) { return {a, b, c, d}; }
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); } inline float __expf(float x) { return expf(x); }
@@ -32,6 +34,7 @@ inline uint32_t pack(float lo, float hi) { return to_b16(lo) | to_b16(hi) << 16;
 inline uint32_t pack_f16(float lo, float hi) { return to_h16(lo) | to_h16(hi) << 16; }
 inline uint32_t max_f16x2(uint32_t a, uint32_t b) { auto m = [](uint32_t x, uint32_t y) { return h16(x & 0xffff) > h16(y & 0xffff) ? x & 0xffff : y & 0xffff; }; return m(a, b) | m(a >> 16, b >> 16) << 16; }
 inline float ex2(float x) { float y = exp2f(x); return std::fpclassify(y) == FP_SUBNORMAL ? 0.0f : y; }
+inline float lg2(float x) { return log2f(x); } inline float from_f16(uint32_t x) { return h16(x); } inline float __fdividef(float a, float b) { return a / b; }
 template <class D> inline void emu_mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1, D decode) {
   Warp &w = warp(); int l = lane_(); for (int i = 0; i < 4; i++) w.u[l][i] = a[i]; w.u[l][4] = b0; w.u[l][5] = b1; w.b.wait();
   int g = l >> 2, t = (l & 3) * 2; float o[4];
@@ -53,7 +56,10 @@ inline void copy16(void *d, const void *s, bool on) { if (on) memcpy(d, s, 16); 
 inline void commit_copies() {}
 inline void wait_for_copies() {}
 inline float __shfl_xor_sync(unsigned, float x, int m) { Warp &w = warp(); int l = lane_(); w.u[l][7] = f2u(x); w.b.wait(); float y = u2f(w.u[l ^ m][7]); w.b.wait(); return y; }
+inline uint32_t __shfl_xor_sync(unsigned, uint32_t x, int m) { Warp &w = warp(); int l = lane_(); w.u[l][7] = x; w.b.wait(); uint32_t y = w.u[l ^ m][7]; w.b.wait(); return y; }
+inline void __syncwarp() { warp().b.wait(); }
 inline void emu_run(int blocks, int shared, std::function<void()> kernel) {
   for (int b = 0; b < blocks; b++) { std::vector<Warp> warps(4); Barrier cta(128); std::vector<unsigned char> memory(shared + 64, 0xff); emu_warps = warps.data(); emu_cta = &cta; emu_shared = (unsigned char *)(((uintptr_t)memory.data() + 15) & ~15ull);
     std::vector<std::thread> ts; for (int t = 0; t < 128; t++) ts.emplace_back([=] { threadIdx.x = t; blockIdx.x = b; kernel(); }); for (auto &t : ts) t.join(); }
 }
+inline float __shfl_sync(unsigned, float x, int from) { Warp &w = warp(); w.u[lane_()][7] = f2u(x); w.b.wait(); float y = u2f(w.u[from & 31][7]); w.b.wait(); return y; }

@@ -86,13 +86,14 @@ def kda_decode(
         )  # fmt: skip
     if obstacle is not None:
         raise ValueError(f"backend='triton' cannot run here: {obstacle}; use backend='torch'.")
-    from perilune.kernels.kda.decode_triton import kda_decode_op
+    from perilune.kernels.kda.decode_triton import kda_decode_op, run_kda_decode
 
-    rows = (x if x.stride(-1) == 1 else x.contiguous() for x in (qkv, gate_input, beta_logits, output_gate))
     a_log = None if gate.A_log is None else gate.A_log.float().contiguous()
-    return kda_decode_op(
-        *rows, conv_weight.float().contiguous(), a_log, gate.dt_bias.float().contiguous().view(-1),
-        norm_weight.float().contiguous(), conv_pool, state_pool, slots.contiguous(), scale,
+    decode = kda_decode_op if torch.compiler.is_compiling() else run_kda_decode
+    return decode(
+        _with_whole_rows(qkv), _with_whole_rows(gate_input), _with_whole_rows(beta_logits),
+        _with_whole_rows(output_gate), conv_weight.float().contiguous(), a_log,
+        gate.dt_bias.float().contiguous().view(-1), norm_weight.float().contiguous(), conv_pool, state_pool, slots.contiguous(), scale,
         gate.lower_bound if isinstance(gate, BoundedGate) else None, beta_scale, norm_eps,
     )  # fmt: skip
 
@@ -126,6 +127,10 @@ def _torch_step(
     out = torch.zeros(qkv.shape[0], num_heads * value_dim, dtype=qkv.dtype, device=qkv.device)
     out[active] = y.flatten(1).to(qkv.dtype)
     return out
+
+
+def _with_whole_rows(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _why_not_triton(qkv: Tensor, conv_pool: Tensor, state_pool: Tensor) -> str | None:

@@ -16,7 +16,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from perilune.kernels.dependent_launch import overlapping
 from perilune.kernels.triton_support import INTERPRETED
 
 L2NORM_EPS = tl.constexpr(1e-6)
@@ -24,24 +26,39 @@ ONE_BY_ONE = tl.constexpr(INTERPRETED)  # the interpreter would add tuples numbe
 
 
 @triton.jit
-def _convolution(x_row, window_row, weight, channel, in_head, W: tl.constexpr):
-    """silu(convolution) of `channel`, rounded as the layer rounds it, and the window after it, oldest input first."""
-    x = tl.load(x_row + channel, mask=in_head, other=0.0)
-    y = x.to(tl.float32) * tl.load(weight + channel * W + (W - 1), mask=in_head, other=0.0)
-    window = ()
-    for tap in tl.static_range(W - 1):
-        old = tl.load(window_row + channel * (W - 1) + tap, mask=in_head, other=0.0)
-        y += old.to(tl.float32) * tl.load(weight + channel * W + tap, mask=in_head, other=0.0)
-        if tap > 0:
-            window = window + (old,)
-    window = window + (x.to(window_row.dtype.element_ty),)
-    return (y * tl.sigmoid(y)).to(x.dtype).to(tl.float32), window
+def _load_taps(x_row, weight, channel, in_head, W: tl.constexpr):
+    """The new input of `channel`, and what the last W inputs are multiplied with, oldest first."""
+    taps = ()
+    for tap in tl.static_range(W):
+        taps = taps + (tl.load(weight + channel * W + tap, mask=in_head, other=0.0),)
+    return tl.load(x_row + channel, mask=in_head, other=0.0), taps
 
 
 @triton.jit
-def _store_window(window_row, window, channel, in_head, W: tl.constexpr):
+def _load_window(window_row, channel, in_head, W: tl.constexpr):
+    """The W - 1 inputs of `channel` before the new one, oldest first."""
+    window = ()
     for tap in tl.static_range(W - 1):
-        tl.store(window_row + channel * (W - 1) + tap, window[tap], mask=in_head)
+        window = window + (tl.load(window_row + channel * (W - 1) + tap, mask=in_head, other=0.0),)
+    return window
+
+
+@triton.jit
+def _convolve(window, x, taps, W: tl.constexpr):
+    """silu(convolution), rounded as the layer rounds it."""
+    y = x.to(tl.float32) * taps[W - 1]
+    for tap in tl.static_range(W - 1):
+        y += window[tap].to(tl.float32) * taps[tap]
+    return (y * tl.sigmoid(y)).to(x.dtype).to(tl.float32)
+
+
+@triton.jit
+def _store_window(window_row, window, x, channel, in_head, W: tl.constexpr):
+    """The window moved on by one: its oldest input left out, the new one at its end."""
+    for tap in tl.static_range(W - 2):
+        tl.store(window_row + channel * (W - 1) + tap, window[tap + 1], mask=in_head)
+    if W > 1:
+        tl.store(window_row + channel * (W - 1) + (W - 2), x.to(window_row.dtype.element_ty), mask=in_head)
 
 
 @triton.jit
@@ -86,13 +103,33 @@ def _decode_kernel(
     scale, lower_bound, beta_scale, norm_eps,
     H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, TILES: tl.constexpr, ROWS: tl.constexpr,
-    BOUNDED: tl.constexpr, HAS_A_LOG: tl.constexpr,
+    BOUNDED: tl.constexpr, HAS_A_LOG: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     head = tl.program_id(0) % H
     sequence = (tl.program_id(0) // H).to(tl.int64)
-    tile_v = tl.arange(0, TILES)[:, None] * BLOCK_V + tl.arange(0, BLOCK_V)[None, :]
-    out_row = out + (sequence * H + head) * V
     slot = tl.load(slots + sequence).to(tl.int64)
+    tile_v = tl.arange(0, TILES)[:, None] * BLOCK_V + tl.arange(0, BLOCK_V)[None, :]
+    key = tl.arange(0, BLOCK_K)
+    value = tl.arange(0, BLOCK_V)
+    in_key = key < K
+    x_row = qkv + sequence * qkv_stride
+    q_channel = head * K + key
+    k_channel = H * K + head * K + key
+    gate_row = output_gate + sequence * output_gate_stride + head * V
+    # What does not lie in the slot is on its way before the slot is known.
+    x_q, q_taps = _load_taps(x_row, conv_weight, q_channel, in_key, W)
+    x_k, k_taps = _load_taps(x_row, conv_weight, k_channel, in_key, W)
+    first_x_v, first_v_taps = _load_taps(x_row, conv_weight, 2 * H * K + head * V + value, value < V, W)
+    gate_logit = tl.load(gate_input + sequence * gate_stride + head * K + key, mask=in_key, other=0.0)
+    bias = tl.load(dt_bias + head * K + key, mask=in_key, other=0.0)
+    beta_logit = tl.load(beta_logits + sequence * beta_stride + head)
+    log_rate = tl.load(a_log + head) if HAS_A_LOG else 0.0
+    opening = tl.load(gate_row + tile_v, mask=tile_v < V, other=0.0)
+    gain = tl.load(norm_weight + tile_v, mask=tile_v < V, other=0.0)
+    out_row = out + (sequence * H + head) * V
     if slot < 0:
         tl.store(out_row + tile_v, tl.zeros([TILES, BLOCK_V], out.dtype.element_ty), mask=tile_v < V)
     else:
@@ -102,7 +139,6 @@ def _decode_kernel(
         IS_WHOLE: tl.constexpr = BLOCK_K == K and TILES * BLOCK_V == V
         row = tl.arange(0, ROWS)[:, None, None]
         depth = tl.arange(0, DEPTH)[None, :, None]
-        value = tl.arange(0, BLOCK_V)
         state_tile = state_pool + slot * state_slot_stride + head * K * V
         state_tile = state_tile + (row * (DEPTH * V) + value[None, None, :]) + depth * V
         in_key_rows = row * DEPTH + depth < K
@@ -110,32 +146,26 @@ def _decode_kernel(
             state = tl.load(state_tile)
         else:
             state = tl.load(state_tile, mask=in_key_rows & (value < V)[None, None, :], other=0.0)
-        # Keeps these loads in front of the next ones, which the vectors below wait for: one latency instead of two. For
-        # the same reason everything else that is read from memory is read here.
+        # Keeps these loads in front of the next ones, which the vectors below wait for: one latency instead of two.
         tl.debug_barrier()
-
-        key = tl.arange(0, BLOCK_K)
-        in_key = key < K
-        x_row = qkv + sequence * qkv_stride
         window_row = conv_pool + slot * conv_slot_stride
-        q_channel = head * K + key
-        k_channel = H * K + head * K + key
-        q, q_window = _convolution(x_row, window_row, conv_weight, q_channel, in_key, W)
-        k, k_window = _convolution(x_row, window_row, conv_weight, k_channel, in_key, W)
+        q_window = _load_window(window_row, q_channel, in_key, W)
+        k_window = _load_window(window_row, k_channel, in_key, W)
         v_channel = 2 * H * K + head * V + value
-        v, v_window = _convolution(x_row, window_row, conv_weight, v_channel, value < V, W)
-        raw = tl.load(gate_input + sequence * gate_stride + head * K + key, mask=in_key, other=0.0).to(tl.float32)
-        raw += tl.load(dt_bias + head * K + key, mask=in_key, other=0.0)
-        rate = tl.exp(tl.load(a_log + head)) if HAS_A_LOG else 1.0
-        beta = tl.sigmoid(tl.load(beta_logits + sequence * beta_stride + head).to(tl.float32)) * beta_scale
-        gate_row = output_gate + sequence * output_gate_stride + head * V
-        factor = tl.sigmoid(tl.load(gate_row + tile_v, mask=tile_v < V, other=0.0).to(tl.float32))
-        factor *= tl.load(norm_weight + tile_v, mask=tile_v < V, other=0.0)
+        x_v, v_taps = first_x_v, first_v_taps
+        v_window = _load_window(window_row, v_channel, value < V, W)
 
+        raw = gate_logit.to(tl.float32) + bias
+        rate = tl.exp(log_rate) if HAS_A_LOG else 1.0
+        beta = tl.sigmoid(beta_logit.to(tl.float32)) * beta_scale
+        factor = tl.sigmoid(opening.to(tl.float32)) * gain
         decay = tl.exp(lower_bound * tl.sigmoid(rate * raw) if BOUNDED else -rate * _softplus(raw))
         # Gathering at its own index pins a vector: the compiler hands it over through shared memory instead of
         # computing it again in the layout of the state, once for every thread that holds a part of its row.
         decay = tl.reshape(tl.gather(decay, key, axis=0), [ROWS, DEPTH])[:, :, None]
+        q = _convolve(q_window, x_q, q_taps, W)
+        k = _convolve(k_window, x_k, k_taps, W)
+        v = _convolve(v_window, x_v, v_taps, W)
         q_rows = tl.reshape(tl.gather(q, key, axis=0), [ROWS, DEPTH])[:, :, None]
         k_rows = tl.reshape(tl.gather(k, key, axis=0), [ROWS, DEPTH])[:, :, None]
         # The norms are applied later, to what is linear in q and k.
@@ -154,7 +184,9 @@ def _decode_kernel(
                 else:
                     state = tl.load(state_tile + tile * BLOCK_V, mask=mask, other=0.0)
                 v_channel += BLOCK_V
-                v, v_window = _convolution(x_row, window_row, conv_weight, v_channel, in_value, W)
+                x_v, v_taps = _load_taps(x_row, conv_weight, v_channel, in_value, W)
+                v_window = _load_window(window_row, v_channel, in_value, W)
+                v = _convolve(v_window, x_v, v_taps, W)
             v = tl.gather(v, value, axis=0)
             decayed = state.to(tl.float32) * decay
             predicted, read = _sum_pair(tl.sum(decayed * k_rows, axis=1), tl.sum(decayed * q_rows, axis=1))
@@ -168,9 +200,9 @@ def _decode_kernel(
             o = tl.where((tl.arange(0, TILES) == tile)[:, None], read[None, :], o)
             # Several threads may read the same element of a window: none may write it before all have read it.
             tl.debug_barrier()
-            _store_window(window_row, v_window, v_channel, in_value, W)
-        _store_window(window_row, q_window, q_channel, in_key, W)
-        _store_window(window_row, k_window, k_channel, in_key, W)
+            _store_window(window_row, v_window, x_v, v_channel, in_value, W)
+        _store_window(window_row, q_window, x_q, q_channel, in_key, W)
+        _store_window(window_row, k_window, x_k, k_channel, in_key, W)
 
         o = o.to(out.dtype.element_ty).to(tl.float32)
         rstd = tl.rsqrt(tl.sum(tl.sum(o * o, axis=1), axis=0) / V + norm_eps)
@@ -190,8 +222,7 @@ LAUNCHES = {
 }
 
 
-@torch.library.custom_op("perilune::kda_decode", mutates_args=("conv_pool", "state_pool"))
-def kda_decode_op(
+def run_kda_decode(
     qkv: Tensor, gate_input: Tensor, beta_logits: Tensor, output_gate: Tensor, conv_weight: Tensor,
     a_log: Tensor | None, dt_bias: Tensor, norm_weight: Tensor, conv_pool: Tensor, state_pool: Tensor, slots: Tensor,
     scale: float, lower_bound: float | None, beta_scale: float, norm_eps: float,
@@ -216,8 +247,15 @@ def kda_decode_op(
         H=num_heads, K=key_dim, V=value_dim, W=width,
         BLOCK_K=block_k, BLOCK_V=block_v, TILES=triton.next_power_of_2(triton.cdiv(value_dim, block_v)), ROWS=rows,
         BOUNDED=lower_bound is not None, HAS_A_LOG=a_log is not None, num_warps=num_warps,
+        **overlapping(qkv.device),
     )  # fmt: skip
     return out
+
+
+# What torch.compile sees. Without it the function itself is called: the dispatcher costs the host more than it does.
+kda_decode_op = torch.library.custom_op(
+    "perilune::kda_decode", run_kda_decode, mutates_args=("conv_pool", "state_pool")
+)
 
 
 @kda_decode_op.register_fake

@@ -24,7 +24,9 @@ import torch
 import triton
 from torch import Tensor
 
-from perilune.kernels.kda import cuda, triton_chunk, triton_gradients, triton_scan
+from perilune.kernels.kda import triton_chunk, triton_gradients, triton_scan
+from perilune.kernels.kda.cuda import steps as cuda_steps
+from perilune.kernels.kda.cuda import why_not_cuda
 from perilune.kernels.kda.gates import Gate, SoftplusGate
 from perilune.kernels.kda.triton_chunk import CHUNK, interval_table, later_table
 from perilune.kernels.kda.triton_tables import Runs, Tables, tables_for
@@ -108,7 +110,9 @@ class _TritonKDA(torch.autograd.Function):
         dt_bias: Tensor | None, initial: Tensor | None, cu_seqlens: Tensor | None, scale: float, kind: int,
         lower_bound: float, l2norm: bool, beta_max: float, needs_grad: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        o, final, *saved = torch.ops.perilune.kda_forward(
+        # The dispatcher of operators written in Python costs the host more than some calls cost the GPU.
+        run = torch.ops.perilune.kda_forward if torch.compiler.is_compiling() else _forward
+        o, final, *saved = run(
             q, k, v, x, beta, A_log, dt_bias, initial, cu_seqlens, scale, kind, lower_bound, l2norm, beta_max,
             needs_grad,
         )  # fmt: skip
@@ -126,7 +130,9 @@ class _TritonKDA(torch.autograd.Function):
         q, k, v, x, beta, A_log, dt_bias, cu_seqlens, o, *saved = ctx.saved_tensors
         if d_o is None:
             d_o = torch.zeros_like(o)
-        d_q, d_k, d_v, d_x, d_beta, d_rate, d_bias, d_initial = torch.ops.perilune.kda_backward(
+        is_traced = torch.compiler.is_compiling() or torch.is_grad_enabled()
+        run = torch.ops.perilune.kda_backward if is_traced else _backward
+        d_q, d_k, d_v, d_x, d_beta, d_rate, d_bias, d_initial = run(
             q, k, v, x, beta, A_log, dt_bias, cu_seqlens, o, d_o, d_final, *saved, *ctx.options
         )
         return (
@@ -141,7 +147,6 @@ class _TritonKDA(torch.autograd.Function):
 # Operators ------------------------------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("perilune::kda_forward", mutates_args=())
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, x: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
     initial: Tensor | None, cu_seqlens: Tensor | None, scale: float, kind: int, lower_bound: float, l2norm: bool,
@@ -149,8 +154,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """o, final state, and for the backward pass P, A, reciprocal norms, checkpoints (else empty)."""
     call = _Call(q, k, v, x, beta, A_log, dt_bias, cu_seqlens, scale, kind, lower_bound, l2norm, beta_max)
-    g = call.gates()
-    P, A, rstd, operands = call.prepare(g)
+    P, A, rstd, operands, _ = call.prepare()
     o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     checkpoints = call.new_checkpoints(needs_grad)
     start, final = (None if initial is None else initial.float().contiguous()), call.new_states(call.num_sequences)
@@ -167,7 +171,7 @@ def _forward(
     return o, final, P, A, rstd, checkpoints
 
 
-@_forward.register_fake
+@torch.library.custom_op("perilune::kda_forward", mutates_args=())(_forward).register_fake
 def _(q, k, v, x, beta, A_log, dt_bias, initial, cu_seqlens, scale, kind, lower_bound, l2norm, beta_max, needs_grad):
     call = _Shapes(q, k, v, cu_seqlens)
     empty = q.new_empty
@@ -187,7 +191,6 @@ def _(q, k, v, x, beta, A_log, dt_bias, initial, cu_seqlens, scale, kind, lower_
     )
 
 
-@torch.library.custom_op("perilune::kda_backward", mutates_args=())
 def _backward(
     q: Tensor, k: Tensor, v: Tensor, x: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
     cu_seqlens: Tensor | None, o: Tensor, d_o: Tensor, d_final: Tensor | None, P: Tensor, A: Tensor, rstd: Tensor,
@@ -195,9 +198,8 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k, v, x, beta, A_log, dt_bias and the initial state."""
     call = _Call(q, k, v, x, beta, A_log, dt_bias, cu_seqlens, scale, kind, lower_bound, l2norm, beta_max)
-    d_o = _rows(d_o)
-    g = call.gates()
-    _, _, _, operands = call.prepare(g, known=(A, rstd))
+    d_o = cuda_steps.aligned(_rows(d_o)) if call.takes_cuda else _rows(d_o)
+    _, _, _, operands, g = call.prepare(known=(A, rstd))
     states, writes = call.chunk_buffer(call.key_dim), call.chunk_buffer(CHUNK)
     call.scan(operands, P, call.tables.checkpoints, start=checkpoints, keep=(states, writes))
     operands["U"] = operands["U"].new_empty(0)
@@ -220,7 +222,7 @@ def _backward(
     return d_q, d_k, d_v, d_x, d_beta, d_rate, d_bias, d_initial
 
 
-@_backward.register_fake
+@torch.library.custom_op("perilune::kda_backward", mutates_args=())(_backward).register_fake
 def _(
     q, k, v, x, beta, A_log, dt_bias, cu_seqlens, o, d_o, d_final, P, A, rstd, checkpoints, scale, kind, lower_bound,
     l2norm, beta_max,
@@ -290,6 +292,9 @@ class _Call(_Shapes):
         self.A_log, self.dt_bias = (None if t is None else t.contiguous() for t in (A_log, dt_bias))
         self.scale, self.kind, self.lower_bound, self.l2norm, self.beta_max = scale, kind, lower_bound, l2norm, beta_max
         self.device = q.device
+        self.takes_cuda = why_not_cuda(q.device, self.operand_dtype, self.key_dim, self.value_dim) is None
+        if self.takes_cuda:
+            self.q, self.k, self.v, self.x = (cuda_steps.aligned(t) for t in (self.q, self.k, self.v, self.x))
         self.tables: Tables = tables_for(
             cu_seqlens, self.batch, self.num_tokens, q.device, CHECKPOINT_EVERY, self.piece()
         )
@@ -334,12 +339,13 @@ class _Call(_Shapes):
         return g
 
     def prepare(
-        self, g: Tensor, known: tuple[Tensor, Tensor] | None = None
-    ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
-        """P, A, reciprocal norms and the operands of the scans; A and the norms may be known from before."""
+        self, known: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor], Tensor]:
+        """P, A, reciprocal norms, the operands of the scans and the gates; A and the norms may be known from before."""
         H, K, V = self.num_heads, self.key_dim, self.value_dim
-        if self.takes_cuda():
-            return self.prepare_in_cuda(g, known)
+        if self.takes_cuda:
+            return cuda_steps.prepare(self, known)
+        g = self.gates()
         grid = (self.max_chunks * H,)
         tables = self.tables
         strides = (*self.q.stride()[1:3], *self.k.stride()[1:3])
@@ -376,34 +382,7 @@ class _Call(_Shapes):
             K=K, V=V, BK=block, BV=min(block, V), C=CHUNK, L2NORM=self.l2norm, BETA_SIGMOID=self.beta_max > 0,
             PRECISION=self.precision, num_warps=num_warps, num_stages=num_stages,
         )  # fmt: skip
-        return P, A, rstd, operands
-
-    def takes_cuda(self) -> bool:
-        dtype = torch.bfloat16 if self.operand_dtype == torch.bfloat16 else torch.float32
-        return cuda.why_not_cuda(self.device, dtype, self.key_dim, self.value_dim) is None
-
-    def prepare_in_cuda(
-        self, g: Tensor, known: tuple[Tensor, Tensor] | None
-    ) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
-        H, K, V = self.num_heads, self.key_dim, self.value_dim
-        square = (self.max_chunks, H, CHUNK, CHUNK)
-        if known is None:
-            P, A = self.empty(*square), self.empty(*square)
-            rstd = self.empty(self.batch, self.num_tokens, H, 2, dtype=torch.float32)
-        else:
-            A, rstd = known
-            P = A
-        names = {"W": K, "U": V, "to_end": K, "from_start": K}
-        operands = {name: self.empty(self.max_chunks, H, CHUNK, width) for name, width in names.items()}
-        operands["state_decay"] = self.empty(self.max_chunks, H, K, dtype=torch.float32)
-        beta = self.beta.float()
-        cuda.launch("prepare", self.max_chunks * H, K, V, [
-            self.q, self.k, self.v, g, beta, self.tables.chunk_start, self.tables.chunk_length, P, A, rstd,
-            *operands.values(), *self.q.stride()[1:3], *self.k.stride()[1:3], *self.v.stride()[1:3],
-            *beta.stride()[1:3], H, float(self.scale), float(self.beta_max), int(self.l2norm), int(self.beta_max > 0),
-            int(known is not None),
-        ])  # fmt: skip
-        return P, A, rstd, operands
+        return P, A, rstd, operands, g
 
     def scan(
         self, operands: dict[str, Tensor], P: Tensor, runs: Runs, *, start: Tensor | None = None,
@@ -476,15 +455,16 @@ class _Call(_Shapes):
         self, g: Tensor, o: Tensor, d_o: Tensor, A: Tensor, rstd: Tensor, flows: Tensor, writes: Tensor,
         signals: Tensor, states: Tensor, d_states: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
+        if self.takes_cuda:
+            return cuda_steps.gradients(self, g, o, d_o, A, rstd, flows, writes, signals, states, d_states)
         H, K, V = self.num_heads, self.key_dim, self.value_dim
         tables = self.tables
-        float32 = torch.float32
+        o = _rows(o)
         d_L, d_P = torch.empty_like(A), torch.empty_like(A)
         d_v = torch.empty(self.v.shape, dtype=self.v.dtype, device=self.device)
-        along = self.empty(self.rows, H, 2, dtype=float32)
+        along = self.empty(self.rows, H, 2, dtype=torch.float32)
         parts = K // self.launch("gradients", K).block
-        d_beta = self.empty(parts + 1, self.rows, H, dtype=float32)
-        o = _rows(o)
+        d_beta = self.empty(parts + 1, self.rows, H, dtype=torch.float32)
         block, num_warps, num_stages = self.launch("signals", V)
         triton_gradients.chunk_signals[(self.max_chunks * H,)](
             self.v, self.beta, o, d_o, A, writes, tables.chunk_start, tables.chunk_length, signals, d_L, d_P, d_v,
@@ -495,18 +475,6 @@ class _Call(_Shapes):
             num_warps=num_warps, num_stages=num_stages,
         )  # fmt: skip
         d_q, d_k, d_x = (torch.empty(t.shape, dtype=t.dtype, device=self.device) for t in (self.q, self.k, self.x))
-        if self.takes_cuda():
-            beta, d_strength = self.beta.float(), d_beta[parts]
-            d_g = torch.empty(self.x.shape, dtype=torch.bfloat16, device=self.device)
-            cuda.launch("gradients", self.max_chunks * H, K, V, [
-                self.q, self.k, g, beta, d_o, rstd, along, flows, tables.chunk_start, tables.chunk_length, signals,
-                writes, states, d_states, d_L, d_P, d_q, d_k, d_g, d_strength,
-                *self.q.stride()[1:3], *self.k.stride()[1:3], *beta.stride()[1:3], *d_o.stride()[1:3], H, float(self.scale), float(self.beta_max), flows.shape[2],
-                int(self.l2norm), int(self.beta_max > 0),
-            ])  # fmt: skip
-            d_rate, d_bias = self.gate_gradients(d_g, d_x)
-            d_strength = d_strength.view(self.beta.shape).to(self.beta.dtype, copy=True)
-            return d_q, d_k, d_v, d_x, d_strength, d_rate, d_bias
         block, num_warps, num_stages = self.launch("gradients", K)
         triton_gradients.chunk_gradients[(self.max_chunks * H * parts,)](
             self.q, self.k, g, self.beta, d_o, rstd, along, self.intervals, self.later, flows,
@@ -516,25 +484,23 @@ class _Call(_Shapes):
             K=K, V=V, BK=block, BV=min(128, V), C=CHUNK, FLOWS=flows.shape[2], L2NORM=self.l2norm,
             BETA_SIGMOID=self.beta_max > 0, PRECISION=self.precision, num_warps=num_warps, num_stages=num_stages,
         )  # fmt: skip
-        d_rate, d_bias = self.gate_gradients(d_x, d_x)
+        d_rate, d_bias = self.gate_gradients(d_x)
         d_beta = d_beta.sum(0).view(self.beta.shape)
         if self.beta_max > 0:
             open_share = torch.sigmoid(self.beta.float())
             d_beta *= self.beta_max * open_share * (1 - open_share)
         return d_q, d_k, d_v, d_x, d_beta.to(self.beta.dtype), d_rate, d_bias
 
-    def gate_gradients(self, d_g: Tensor, d_x: Tensor) -> tuple[Tensor, Tensor]:
-        """Fills d_x, which may be d_g itself, with the gradient of the gate's input, given that of the log decay."""
+    def gate_gradients(self, d_x: Tensor) -> tuple[Tensor, Tensor]:
+        """Turns the gradient of the log decay, in d_x, into that of the gate's input."""
         if self.dt_bias is None:
-            if d_x is not d_g:
-                d_x.copy_(d_g)
             d_x.masked_fill_(self.x < triton_chunk.SMALLEST_LEARNING_GATE.value, 0.0)
             return self.empty(0), self.empty(0)
         block, num_warps, _ = LAUNCH["gates"]
         parts = triton.cdiv(self.rows, block)
         d_rate, d_bias = (self.empty(parts, self.num_heads, self.key_dim, dtype=torch.float32) for _ in range(2))
         triton_gradients.gate_gradients[(self.num_heads * parts,)](
-            self.x, self.A_log, self.dt_bias, d_g, d_x, d_rate, d_bias,
+            self.x, self.A_log, self.dt_bias, d_x, d_x, d_rate, d_bias,
             *self.x.stride()[1:3], self.rows, self.num_heads, self.lower_bound,
             K=self.key_dim, ROWS=block, GATE=self.kind, HAS_RATE=self.A_log is not None, num_warps=num_warps,
         )  # fmt: skip

@@ -1,14 +1,19 @@
 """Kernels of KDA in CUDA C++, compiled at run time by the NVRTC that torch brings along: where Triton costs most.
 
-`prepare` replaces chunk_products, invert_chunks and chunk_operands, `gradients` replaces chunk_gradients; the Triton
-kernels define them and stay where these cannot run. Operands stay in registers in the layout of the tensor cores, so a
-chunk takes about half of the instructions. Tests run the same source on the CPU (tests/kernels/emulator.h).
+    prepare.cu     gates, products inside a chunk, their inverse, operands of the scans (triton_chunk.py)
+    signals.cu     what the gradients of the writes say inside a chunk (chunk_signals of triton_gradients.py)
+    gradients.cu   gradients of q, k, gate and beta (chunk_gradients and gate_gradients of triton_gradients.py)
+
+The Triton kernels define them and stay where these cannot run. Operands stay in registers in the layout of the tensor
+cores, so a chunk takes about half of the instructions. Tests run the same sources on the CPU (tests/kernels/emulator.h).
 """
 
 from __future__ import annotations
 
+import ctypes
+import struct
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +22,8 @@ from torch import Tensor
 
 CHUNK, THREADS = 64, 128
 WIDTHS = (64, 128)
+HEADERS = ("instructions.cuh", "fragments.cuh", "gates.cuh")
+EXCHANGE = 16 * 32 * 16  # operands on their way between warps
 
 
 def why_not_cuda(device: torch.device, dtype: torch.dtype, key_dim: int, value_dim: int) -> str | None:
@@ -32,34 +39,74 @@ def why_not_cuda(device: torch.device, dtype: torch.dtype, key_dim: int, value_d
     return None if hasattr(torch.cuda, "_compile_kernel") else f"torch {torch.__version__} cannot compile CUDA sources"
 
 
-def source(name: str, key_dim: int, value_dim: int) -> str:
+def source(
+    name: str, key_dim: int, value_dim: int, *, gate: int = 0, x: torch.dtype = torch.float32, known: int = 0
+) -> str:
+    """gate: as in triton.py, x: dtype of the gate's input, known: A and the norms are inputs of `prepare`."""
+    defines = {
+        "K": key_dim, "V": value_dim, "GATE": gate, "KNOWN": known,
+        "X": "float" if x == torch.float32 else "u16", "X_HALF": int(x == torch.float16),
+    }  # fmt: skip
     folder = Path(__file__).parent
-    parts = [
-        (folder / file).read_text(encoding="utf-8") for file in ("instructions.cuh", "fragments.cuh", f"{name}.cu")
-    ]
-    return "\n".join([f"#define K {key_dim}", f"#define V {value_dim}", *parts])
+    parts = [(folder / file).read_text(encoding="utf-8") for file in (*HEADERS, f"{name}.cu")]
+    return "\n".join([*(f"#define {key} {value}" for key, value in defines.items()), *parts])
 
 
-def shared_memory(name: str, key_dim: int, value_dim: int) -> int:
+def shared_memory(name: str, key_dim: int, value_dim: int, *, known: int = 0) -> int:
     """Bytes, as the kernels lay them out."""
-    exchange = 16 * 32 * 16
     if name == "prepare":
-        return 3 * CHUNK * (key_dim + 8) * 2 + exchange + 4 * key_dim * 4 + 3 * CHUNK * 4
-    tiles = (3 * CHUNK + 2 * 16) * (value_dim + 8) * 2
-    return tiles + exchange + 4 * key_dim * 4 + 128 * 4 + key_dim * 4
+        tiles = CHUNK * (max(key_dim, value_dim) + 2 * key_dim) * 2
+        return tiles + 4 * key_dim * 4 + 3 * CHUNK * 4 + (0 if known else EXCHANGE)
+    if name == "signals":
+        return CHUNK * (3 * value_dim + CHUNK) * 2
+    tiles = (3 * CHUNK + 2 * 16) * value_dim * 2
+    return tiles + EXCHANGE + 10 * key_dim * 4 + 128 * 4 + CHUNK * 24
 
 
 def launch(
-    name: str, num_programs: int, key_dim: int, value_dim: int, arguments: Sequence[Tensor | int | float]
+    name: str,
+    num_programs: int,
+    arguments: Sequence[Tensor | int | float],
+    key_dim: int,
+    value_dim: int,
+    **options: Any,
 ) -> None:
-    kernel = _kernel(name, key_dim, value_dim, torch.cuda.current_device())
-    shared = shared_memory(name, key_dim, value_dim)
-    kernel(grid=(num_programs, 1, 1), block=(THREADS, 1, 1), args=list(arguments), shared_mem=shared)
+    """Start `num_programs` CTAs on the current stream. Pointers, ints and doubles, as the kernel declares them."""
+    first = arguments[0]
+    assert isinstance(first, Tensor)
+    function, shared, formats = _kernel(name, first.device, key_dim, value_dim, *sorted(options.items()))
+    if not formats:
+        codes = ("P" if isinstance(x, Tensor) else "d" if isinstance(x, float) else "i" for x in arguments)
+        formats.append(struct.Struct("@" + "".join(codes)))
+    packed = formats[0].pack(*(x.data_ptr() if isinstance(x, Tensor) else x for x in arguments))
+    size = ctypes.c_size_t(len(packed))
+    buffer = ctypes.c_char_p(packed)
+    # CU_LAUNCH_PARAM_BUFFER_POINTER, _BUFFER_SIZE, _END: all arguments in one block of memory.
+    extra = (ctypes.c_void_p * 5)(1, ctypes.cast(buffer, ctypes.c_void_p), 2, ctypes.addressof(size), 0)
+    stream = ctypes.c_void_p(torch.cuda.current_stream(first.device).cuda_stream)
+    error = _driver().cuLaunchKernel(function, num_programs, 1, 1, THREADS, 1, 1, shared, stream, None, extra)
+    if error:
+        raise RuntimeError(f"cuLaunchKernel of kda_{name} failed with error {error}")
 
 
-@lru_cache(maxsize=16)
-def _kernel(name: str, key_dim: int, value_dim: int, device_index: int) -> Any:
-    text = source(name, key_dim, value_dim)
-    kernel = torch.cuda._compile_kernel(text, f"kda_{name}", nvcc_options=["--use_fast_math"])
-    kernel.set_shared_memory_config(shared_memory(name, key_dim, value_dim))
-    return kernel
+@cache
+def _driver() -> Any:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+@cache
+def _kernel(
+    name: str, device: torch.device, key_dim: int, value_dim: int, *options: tuple[str, Any]
+) -> tuple[Any, int, list[struct.Struct]]:
+    """The function, its shared memory, and a place for the format of its arguments."""
+    named = dict(options)
+    shared = shared_memory(name, key_dim, value_dim, known=named.get("known", 0))
+    with torch.cuda.device(device):
+        text = source(name, key_dim, value_dim, **named)
+        kernel = torch.cuda._compile_kernel(text, f"kda_{name}", nvcc_options=["--use_fast_math"])
+        kernel.set_shared_memory_config(shared)
+    _keep.append(kernel)
+    return kernel.func, shared, []
+
+
+_keep: list[Any] = []  # a module is unloaded with the object that owns it

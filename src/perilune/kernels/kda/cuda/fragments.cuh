@@ -1,11 +1,13 @@
 // A tile of 16 tokens x 16 channels in registers, and sums over intervals of tokens as products with 0/1 matrices.
+// Columns 2 t, 2 t + 1, 2 t + 8, 2 t + 9 of the tensor cores' tile, those of one lane, are channels 4 t .. 4 t + 3: eight
+// bytes, so that the four lanes of a row cover a whole sector of 32 bytes.
 #define C 64
 typedef unsigned short u16;  // bfloat16 or float16 in memory
 
 __device__ __forceinline__ float low(uint32_t x) { return __uint_as_float(x << 16); }
 __device__ __forceinline__ float high(uint32_t x) { return __uint_as_float(x & 0xffff0000u); }
 
-// [row half][channel half][2]: a lane's eight numbers.
+// [row half][4 channels]: a lane's eight numbers.
 struct Tile { float v[8]; };
 // The same as an operand of 16 bits: A, or by pairs (r0, r2), (r1, r3) two B operands of 8 tokens each.
 struct Four { uint32_t r[4]; };
@@ -50,3 +52,21 @@ __device__ __forceinline__ Tile sums(const uint32_t (&mask)[4], const Four &gate
 // Pairs inside eight tokens share an anchor; their gates are clamped at -12, their factors centred (see triton_chunk.py).
 #define SMALLEST_OCTET_GATE (-12.0f * LOG2E)
 #define OCTET_CENTRE (-48.0f * LOG2E)
+
+// The same where columns keep their order: lanes swap with their neighbours, and each has four columns side by side, from
+// `neighbours_column` on. a, b: columns 2 t, 2 t + 1 and 2 t + 8, 2 t + 9 of a row.
+__device__ __forceinline__ int neighbours_column(int lane) { return (lane & 1) * 8 + (lane & 2) * 2; }
+__device__ __forceinline__ uint2 with_neighbours(uint32_t a, uint32_t b, int lane) {
+  bool odd = lane & 1;
+  uint32_t other = __shfl_xor_sync(~0u, odd ? a : b, 1);
+  return odd ? make_uint2(other, b) : make_uint2(a, other);
+}
+__device__ __forceinline__ uint2 from_neighbours(uint2 x, int lane) {
+  bool odd = lane & 1;
+  uint32_t other = __shfl_xor_sync(~0u, odd ? x.x : x.y, 1);
+  return odd ? make_uint2(other, x.y) : make_uint2(x.x, other);
+}
+// Where eight channels of a row lie in shared memory: rows without padding, neither ldmatrix nor 8 bytes a lane conflict.
+template <int WIDTH> __device__ __forceinline__ int spot(int row, int eight) {
+  return row * WIDTH + ((eight ^ ((row << 1 & 6) | (row >> 2 & 1))) << 3);
+}

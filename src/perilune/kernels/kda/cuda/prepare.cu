@@ -1,8 +1,7 @@
-// P, A and the scans' operands of KDA chunks, as chunk_products, invert_chunks and chunk_operands of triton_chunk.py.
-// One CTA of 4 warps per chunk and head; warp w owns tokens 16 w .. 16 w + 15. A level's factor of a token times its key is
-// at once the row operand (A) and the column operand (B) of the products: it never leaves the registers except to reach
-// the warps of other blocks.
-#define PITCH (K + 8)  // 16 bytes more than a row: no bank conflicts
+// P, A and the scans' operands of KDA chunks, as activate_gate, chunk_products, invert_chunks and chunk_operands of
+// triton_chunk.py. One CTA of 4 warps per chunk and head; warp w owns tokens 16 w .. 16 w + 15. A level's factor of a token
+// times its key is at once the row operand (A) and the column operand (B) of the products: it never leaves the registers
+// except to reach the warps of other blocks. KNOWN: A and the norms are inputs, and the gates are kept for `gradients`.
 
 // Matrices of 16 x 16 in float32; products in float16 (11 bits, as tf32) with float32 sums.
 struct Block { float a[4], b[4]; };
@@ -16,14 +15,22 @@ __device__ __forceinline__ void add_product(Block &c, const Four &x, const Four 
   mma_f16(c.a, x.r, y.r[0], y.r[1]);
   mma_f16(c.b, x.r, y.r[2], y.r[3]);
 }
-__device__ __forceinline__ Block product(const Four &x, const Four &y) { Block c = {}; add_product(c, x, y); return c; }
-__device__ __forceinline__ Block minus(Block m) { for (int i = 0; i < 4; i++) { m.a[i] = -m.a[i]; m.b[i] = -m.b[i]; } return m; }
+__device__ __forceinline__ Block product(const Four &x, const Four &y) {
+  Block c = {};
+  add_product(c, x, y);
+  return c;
+}
+__device__ __forceinline__ Block minus(Block m) {
+  for (int i = 0; i < 4; i++) { m.a[i] = -m.a[i]; m.b[i] = -m.b[i]; }
+  return m;
+}
 template <class F> __device__ __forceinline__ Block where(const Block &m, int lane, F keep) {
   int g = lane >> 2, t = (lane & 3) * 2;
   Block o;
   for (int i = 0; i < 4; i++) {
     int row = g + (i >> 1) * 8, col = t + (i & 1);
-    o.a[i] = keep(row, col) ? m.a[i] : 0.0f; o.b[i] = keep(row, col + 8) ? m.b[i] : 0.0f;
+    o.a[i] = keep(row, col) ? m.a[i] : 0.0f;
+    o.b[i] = keep(row, col + 8) ? m.b[i] : 0.0f;
   }
   return o;
 }
@@ -33,303 +40,384 @@ __device__ __forceinline__ Block inverse_of(const Block &L, int lane) {
   Block x = where(L, lane, [](int i, int j) { return (i & 1) && i == j + 1; });
   for (int i = 0; i < 4; i++) {
     int row = g + (i >> 1) * 8, col = t + (i & 1);
-    x.a[i] = (row == col ? 1.0f : 0.0f) - x.a[i]; x.b[i] = (row == col + 8 ? 1.0f : 0.0f) - x.b[i];
+    x.a[i] = (row == col ? 1.0f : 0.0f) - x.a[i];
+    x.b[i] = (row == col + 8 ? 1.0f : 0.0f) - x.b[i];
   }
 #pragma unroll
   for (int level = 1; level < 4; level++) {
-    Block part = where(L, lane, [level](int i, int j) { return (i >> (level + 1)) == (j >> (level + 1)) && (i >> level) > (j >> level); });
-    Block joined = product(left(part), right(x));
-    Block change = product(left(x), right(joined));
+    Block part = where(L, lane, [level](int i, int j) {
+      return (i >> (level + 1)) == (j >> (level + 1)) && (i >> level) > (j >> level);
+    });
+    Block joined = product(left(part), right(x)), change = product(left(x), right(joined));
     for (int i = 0; i < 4; i++) { x.a[i] -= change.a[i]; x.b[i] -= change.b[i]; }
   }
   return x;
 }
-__device__ __forceinline__ Four bf16_left(const Block &m, const float (&s0)[2], const float (&s1)[2]) {  // columns scaled
-  return {{pack(m.a[0] * s0[0], m.a[1] * s0[1]), pack(m.a[2] * s0[0], m.a[3] * s0[1]), pack(m.b[0] * s1[0], m.b[1] * s1[1]), pack(m.b[2] * s1[0], m.b[3] * s1[1])}};
+__device__ __forceinline__ Four in_bf16(const Block &m, float2 s, float2 t) {  // as A operand, columns scaled
+  return {{pack(m.a[0] * s.x, m.a[1] * s.y), pack(m.a[2] * s.x, m.a[3] * s.y), pack(m.b[0] * t.x, m.b[1] * t.y),
+           pack(m.b[2] * t.x, m.b[3] * t.y)}};
 }
-
-extern "C" __global__ void __launch_bounds__(128, 3) kda_prepare(
-    const u16 *q, const u16 *k, const u16 *v, const u16 *g /* fp16 log2 decays [rows, H, K] */, const float *beta, const long long *chunk_start,
-    const int *chunk_length, u16 *P, u16 *A, float *rstd, u16 *W, u16 *U,
-    u16 *to_end, u16 *from_start, float *state_decay, int q_token, int q_head, int k_token, int k_head, int v_token, int v_head,
-    int beta_token, int beta_head, int H, double scale_, double beta_max_, int l2norm, int beta_sigmoid, int known /* A and rstd are inputs */) {
+extern "C" __global__ void __launch_bounds__(128, KNOWN ? 4 : 3) kda_prepare(
+    const u16 *q, const u16 *k, const u16 *v, const X *x, const float *A_log, const float *dt_bias, const float *beta,
+    const long long *chunk_start, const int *chunk_length, u16 *P, u16 *A, float *rstd, u16 *W, u16 *U, u16 *to_end,
+    u16 *from_start, float *state_decay, u16 *gates, int q_token, int q_head, int k_token, int k_head, int v_token,
+    int v_head, int x_token, int x_head, int beta_token, int beta_head, int H, double scale_, double lower_bound_,
+    double beta_max_, int l2norm, int beta_sigmoid, int has_rate) {
   extern __shared__ __align__(16) unsigned char memory[];
-  const float scale = (float)scale_, beta_max = (float)beta_max_;
-  u16 *sq = (u16 *)memory, *sk = sq + C * PITCH, *sg = sk + C * PITCH;
-  uint4 *exchange = (uint4 *)(sg + C * PITCH);     // [2 buffers][4 blocks][2 levels][32 lanes]
-  float *totals = (float *)(exchange + 2 * 4 * 2 * 32);  // [4 blocks][K]
-  float *norms = totals + 4 * K;                   // [2][C]
-  float *strengths = norms + 2 * C;                // [C]
+  const float scale = (float)scale_, lower_bound = (float)lower_bound_, beta_max = (float)beta_max_;
+  u16 *sq = (u16 *)memory, *sk = sq + C * (K > V ? K : V), *sg = sk + C * K;  // sq holds the values later
+  float *totals = (float *)(sg + C * K);       // [4 blocks][K] sums of the gates
+  float *norms = totals + 4 * K;               // [2][C]
+  float *strengths = norms + 2 * C;            // [C]
+  uint4 *exchange = (uint4 *)(strengths + C);  // unless KNOWN: [2 buffers][4 blocks][2 levels][32 lanes]
   long long record = blockIdx.x, chunk = record / H;
   int head = record % H, length = chunk_length[chunk];
   if (length == 0) return;
   long long start = chunk_start[chunk];
   int tid = threadIdx.x, lane = tid & 31, w = tid >> 5, gr = lane >> 2, t2 = (lane & 3) * 2;
-  for (int i = tid; i < C * (K / 8); i += 128) {
-    int row = i / (K / 8), col = (i % (K / 8)) * 8;
-    bool on = row < length;
-    long long token = start + (on ? row : 0);
-    copy16(sq + row * PITCH + col, q + token * q_token + (long long)head * q_head + col, on);
-    copy16(sk + row * PITCH + col, k + token * k_token + (long long)head * k_head + col, on);
-    copy16(sg + row * PITCH + col, g + (token * H + head) * K + col, on);
-  }
-  commit_copies();
-  wait_for_copies();
-  __syncthreads();
-
-  uint32_t prefix_m[4], half_m[4], octet_m[4];
-  mask_operand(prefix_m, lane, ONE_F16, [](int i, int t) { return t <= i; });
-  mask_operand(half_m, lane, ONE_F16, [](int i, int t) { return i >= 8 ? (t >= 8 && t <= i) : (t < 8 && t > i); });
-  mask_operand(octet_m, lane, ONE_F16, [](int i, int t) { return (i >> 3) == (t >> 3) && t <= i; });
-  const uint32_t ones = ONE_F16 | ONE_F16 << 16, ones_m[4] = {ones, ones, ones, ones};
-  // Totals of the blocks, which the other blocks' anchors need.
-  for (int c = 0; c < K; c += 16) {
-    Four gb;
-    ldmatrix_trans(gb.r, sg + (16 * w + (lane & 15)) * PITCH + c + (lane >> 4) * 8);
-    Tile all = sums(ones_m, gb);
-    if (gr == 0) {
-      totals[w * K + c + t2] = all.v[0]; totals[w * K + c + t2 + 1] = all.v[1];
-      totals[w * K + c + t2 + 8] = all.v[2]; totals[w * K + c + t2 + 9] = all.v[3];
-    }
-  }
-  // Products of 16 rows with columns as n8 tiles: blocks 0 and 1 (level 32), the block before (level 16), the own one.
-  float far_r[4][4] = {}, far_w[4][4] = {}, near_r[2][4] = {}, near_w[2][4] = {}, diag_r[2][4] = {}, diag_w[2][4] = {};
-  float half_r[4] = {}, half_w[4] = {};
-  float sum_q[2] = {0, 0}, sum_k[2] = {0, 0};
-  const uint32_t clamp = pack_f16(SMALLEST_OCTET_GATE, SMALLEST_OCTET_GATE);
-  __syncthreads();
-  int row = 16 * w + gr;
-  if (!known) {
-#pragma unroll 1
-  for (int c = 0; c < K; c += 16) {
-    Four kr, qr, gb;
-    const u16 *kp = sk + (16 * w + gr) * PITCH + c + t2, *qp = sq + (16 * w + gr) * PITCH + c + t2;
-    kr.r[0] = *(const uint32_t *)kp; kr.r[1] = *(const uint32_t *)(kp + 8 * PITCH); kr.r[2] = *(const uint32_t *)(kp + 8); kr.r[3] = *(const uint32_t *)(kp + 8 * PITCH + 8);
-    qr.r[0] = *(const uint32_t *)qp; qr.r[1] = *(const uint32_t *)(qp + 8 * PITCH); qr.r[2] = *(const uint32_t *)(qp + 8); qr.r[3] = *(const uint32_t *)(qp + 8 * PITCH + 8);
-    ldmatrix_trans(gb.r, sg + (16 * w + (lane & 15)) * PITCH + c + (lane >> 4) * 8);
-    Tile key = unpacked(kr), query = unpacked(qr), x, all;
-    for (int i = 0; i < 8; i++) { sum_k[i >> 2] += key.v[i] * key.v[i]; sum_q[i >> 2] += query.v[i] * query.v[i]; }
-    Tile prefix = sums(prefix_m, gb);
-    float own[4] = {totals[w * K + c + t2], totals[w * K + c + t2 + 1], totals[w * K + c + t2 + 8], totals[w * K + c + t2 + 9]};
-    int neighbour = w == 0 ? 1 : 2;
-    float other[4] = {totals[neighbour * K + c + t2], totals[neighbour * K + c + t2 + 1], totals[neighbour * K + c + t2 + 8], totals[neighbour * K + c + t2 + 9]};
-    Four a_k, a_q, b_k, b_q;
-    uint4 *out = exchange + (((c >> 4) & 1) * 4 + w) * 2 * 32 + lane;
-    // Level 16: odd blocks are rows, even ones columns. Level 32: the last two are rows.
-    Tile x16, x32;
-    for (int i = 0; i < 8; i++) {
-      float to_end = own[i & 3] - prefix.v[i];
-      x16.v[i] = (w & 1) ? prefix.v[i] : to_end;
-      x32.v[i] = (w == 3 || w == 0) ? (w == 3 ? prefix.v[i] : to_end) + other[i & 3] : (w == 2 ? prefix.v[i] : to_end);
-      x16.v[i] = ex2(x16.v[i]); x32.v[i] = ex2(x32.v[i]);
-    }
-    a_k = packed(times(key, x16));
-    if (!(w & 1)) out[0] = make_uint4(a_k.r[0], a_k.r[1], a_k.r[2], a_k.r[3]);
-    b_k = packed(times(key, x32));
-    if (w < 2) out[32] = make_uint4(b_k.r[0], b_k.r[1], b_k.r[2], b_k.r[3]);
-    __syncthreads();
-    const uint4 *in = exchange + ((c >> 4) & 1) * 4 * 2 * 32 + lane;
-    if (w & 1) {
-      a_q = packed(times(query, x16));
-      uint4 col = in[(w - 1) * 64];
-      mma_bf16(near_w[0], a_k.r, col.x, col.z); mma_bf16(near_w[1], a_k.r, col.y, col.w);
-      mma_bf16(near_r[0], a_q.r, col.x, col.z); mma_bf16(near_r[1], a_q.r, col.y, col.w);
-    }
-    if (w >= 2) {
-      b_q = packed(times(query, x32));
+  {
+    const u16 *q_at = q + start * q_token + (long long)head * q_head, *k_at = k + start * k_token + (long long)head * k_head;
 #pragma unroll
-      for (int j = 0; j < 2; j++) {
-        uint4 col = in[j * 64 + 32];
-        mma_bf16(far_w[2 * j], b_k.r, col.x, col.z); mma_bf16(far_w[2 * j + 1], b_k.r, col.y, col.w);
-        mma_bf16(far_r[2 * j], b_q.r, col.x, col.z); mma_bf16(far_r[2 * j + 1], b_q.r, col.y, col.w);
-      }
+    for (int j = 0; j < K / 16; j++) {
+      int row = tid / (K / 8) + j * (1024 / K), eight = tid % (K / 8);
+      bool on = row < length;
+      copy16(sq + spot<K>(row, eight), q_at + (on ? row * (long long)q_token : 0) + eight * 8, on);
+      copy16(sk + spot<K>(row, eight), k_at + (on ? row * (long long)k_token : 0) + eight * 8, on);
     }
-    // Inside the block: its halves, then its eights. Both keep to the first column tile, or to the diagonal.
-    x = sums(half_m, gb);
-    for (int i = 0; i < 8; i++) x.v[i] = ex2(x.v[i]);
-    a_k = packed(times(key, x)); a_q = packed(times(query, x));
-    mma_bf16(half_w, a_k.r, a_k.r[0], a_k.r[2]); mma_bf16(half_r, a_q.r, a_k.r[0], a_k.r[2]);
-    for (int i = 0; i < 4; i++) gb.r[i] = max_f16x2(gb.r[i], clamp);
-    x = sums(octet_m, gb);
-    for (int i = 0; i < 8; i++) { all.v[i] = ex2(OCTET_CENTRE - x.v[i]); x.v[i] = ex2(x.v[i] - OCTET_CENTRE); }
-    a_k = packed(times(key, x)); a_q = packed(times(query, x)); b_k = packed(times(key, all));
-    mma_bf16(diag_w[0], a_k.r, b_k.r[0], b_k.r[2]); mma_bf16(diag_w[1], a_k.r, b_k.r[1], b_k.r[3]);
-    mma_bf16(diag_r[0], a_q.r, b_k.r[0], b_k.r[2]); mma_bf16(diag_r[1], a_q.r, b_k.r[1], b_k.r[3]);
-  }
-  for (int i = 0; i < 2; i++)
-    for (int m = 1; m < 4; m <<= 1) { sum_k[i] += __shfl_xor_sync(~0u, sum_k[i], m); sum_q[i] += __shfl_xor_sync(~0u, sum_q[i], m); }
-  if (t2 == 0)
-    for (int i = 0; i < 2; i++) {
-      float rq = l2norm ? rsqrtf(sum_q[i] + 1e-6f) : 1.0f, rk = l2norm ? rsqrtf(sum_k[i] + 1e-6f) : 1.0f;
-      norms[row + 8 * i] = rq; norms[C + row + 8 * i] = rk;
-      if (l2norm && row + 8 * i < length) *(float2 *)(rstd + ((start + row + 8 * i) * H + head) * 2) = make_float2(rq, rk);
-    }
-  __syncthreads();
-  } else if (tid < C) {
-    float2 pair = make_float2(1.0f, 1.0f);
-    if (l2norm && tid < length) pair = *(const float2 *)(rstd + ((start + tid) * H + head) * 2);
-    norms[tid] = pair.x;
-    norms[C + tid] = pair.y;
+    commit_copies();
   }
   if (tid < C) {
     float strength = 0.0f;
+    float2 pair = make_float2(1.0f, 1.0f);
     if (tid < length) {
       strength = beta[(start + tid) * beta_token + (long long)head * beta_head];
       if (beta_sigmoid) strength = beta_max / (1.0f + __expf(-strength));
+      if (KNOWN && l2norm) pair = *(const float2 *)(rstd + ((start + tid) * H + head) * 2);
     }
     strengths[tid] = strength;
+    norms[tid] = pair.x;
+    norms[C + tid] = pair.y;
   }
-  __syncthreads();
-  uint4 *slots = exchange + lane;  // [16 slots][32 lanes]
-  auto put = [&](int slot, const Four &f) { slots[slot * 32] = make_uint4(f.r[0], f.r[1], f.r[2], f.r[3]); };
-  auto get = [&](int slot) -> Four { uint4 f = slots[slot * 32]; return {{f.x, f.y, f.z, f.w}}; };
-  Block inverse = {}, corner = {}, lower[2] = {};
-  if (!known) {
-  Block L_far[2] = {}, L_near = {}, L_diag = {};
-  // P, and L as blocks of 16 x 16.
+  {  // The gates in float16. A thread has eight channels of K / 16 tokens.
+    int eight = tid % (K / 8), first = tid / (K / 8);
+    const X *x_at = x + start * x_token + (long long)head * x_head + eight * 8;
+    Raw<8, X> raw[K / 16];
 #pragma unroll
-  for (int n = 0; n < 8; n++) {
-    const int block = n >> 1, side = n & 1, column = 8 * n + t2;
-    float2 rk = *(float2 *)(norms + C + column);
+    for (int j = 0; j < K / 16; j++) {
+      int row = first + j * (1024 / K);
+      raw[j].load(x_at + (row < length ? row * (long long)x_token : 0));
+    }
+    float bias[8] = {}, rate = 1.0f;
+    if (GATE) {
+      for (int i = 0; i < 8; i++) bias[i] = dt_bias[head * K + eight * 8 + i];
+      if (has_rate) rate = __expf(A_log[head]);
+    }
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-      int here = row + 8 * i;
-      float rf = norms[here] * scale, wf = norms[C + here] * strengths[here];
-      float r0 = 0, r1 = 0, w0 = 0, w1 = 0;
-      if (block == w) {
-        r0 = diag_r[side][2 * i]; r1 = diag_r[side][2 * i + 1]; w0 = diag_w[side][2 * i]; w1 = diag_w[side][2 * i + 1];
-        if (side == 0 && i == 1) { r0 = half_r[2]; r1 = half_r[3]; w0 = half_w[2]; w1 = half_w[3]; }
-      } else if (w >= 2 && block < 2) {
-        r0 = far_r[n & 3][2 * i]; r1 = far_r[n & 3][2 * i + 1]; w0 = far_w[n & 3][2 * i]; w1 = far_w[n & 3][2 * i + 1];
-      } else if (block < w) {
-        r0 = near_r[side][2 * i]; r1 = near_r[side][2 * i + 1]; w0 = near_w[side][2 * i]; w1 = near_w[side][2 * i + 1];
+    for (int j = 0; j < K / 16; j++) {
+      int row = first + j * (1024 / K);
+      uint32_t two[4];
+      for (int i = 0; i < 4; i++) {
+        float a = log2_decay(raw[j].get(2 * i) + bias[2 * i], rate, lower_bound);
+        float b = log2_decay(raw[j].get(2 * i + 1) + bias[2 * i + 1], rate, lower_bound);
+        two[i] = row < length ? pack_f16(a, b) : 0u;
       }
-      r0 = column <= here ? r0 * rf * rk.x : 0.0f; r1 = column + 1 <= here ? r1 * rf * rk.y : 0.0f;
-      w0 = column < here ? w0 * wf * rk.x : 0.0f; w1 = column + 1 < here ? w1 * wf * rk.y : 0.0f;
-      *(uint32_t *)(P + (record * C + here) * C + column) = pack(r0, r1);
-      auto keep = [&](Block &m) {
-        float *half = side ? m.b : m.a;
-        half[2 * i] = w0;
-        half[2 * i + 1] = w1;
-      };
-      if (block == w) keep(L_diag);
-      else if (w >= 2 && block < 2) keep(L_far[block & 1]);
-      else if (block < w) keep(L_near);
+      if (KNOWN && row < length)
+        *(uint4 *)(gates + ((start + row) * H + head) * K + eight * 8) = make_uint4(two[0], two[1], two[2], two[3]);
+      int side = (eight & 1) * 4;  // in the order of `Tile`: channels 0, 1, 4, 5, 8, 9, 12, 13, then the others
+      *(uint2 *)(sg + spot<K>(row, eight & ~1) + side) = make_uint2(two[0], two[2]);
+      *(uint2 *)(sg + spot<K>(row, eight | 1) + side) = make_uint2(two[1], two[3]);
     }
   }
-  // Inverse: own block, then pairs of blocks, then the lower left quarter. Operands of other warps go through shared memory.
-  inverse = inverse_of(L_diag, lane);
-  put(w, right(inverse));
+  wait_for_copies();
   __syncthreads();
-  if (w & 1) {
-    Block joined = product(left(L_near), get(w - 1));
-    corner = minus(product(left(inverse), right(joined)));
-    put(4 + (w >> 1), right(corner));       // A10, A32
-  }
-  __syncthreads();
-  Four own = left(inverse);
-  if (w >= 2) {
-    Four l0 = left(L_far[0]), l1 = left(L_far[1]);
-    Block t0 = product(l0, get(0)), t1 = product(l1, get(1));
-    add_product(t0, l1, get(4));
-    if (w == 2) { put(8, right(t0)); put(9, right(t1)); }
-    lower[0] = product(own, right(t0)); lower[1] = product(own, right(t1));
-  }
-  __syncthreads();
-  if (w == 3) { Four a32 = left(corner); add_product(lower[0], a32, get(8)); add_product(lower[1], a32, get(9)); }
-  lower[0] = minus(lower[0]); lower[1] = minus(lower[1]);
-  }
-  // A to memory, and with beta on its columns as operand.
-  Four A_op[4];
-#pragma unroll
-  for (int block = 0; block < 4; block++) {
-    u16 *at = A + (record * C + row) * C + 16 * block + t2;
-    Block m = {};
-    if (known) {
-      uint32_t x0 = *(const uint32_t *)at, x1 = *(const uint32_t *)(at + 8 * C);
-      uint32_t x2 = *(const uint32_t *)(at + 8), x3 = *(const uint32_t *)(at + 8 * C + 8);
-      m = {{low(x0), high(x0), low(x1), high(x1)}, {low(x2), high(x2), low(x3), high(x3)}};
-    } else if (block == w) m = inverse;
-    else if (w >= 2 && block < 2) m = lower[block & 1];
-    else if (block < w) m = corner;
-    float s0[2] = {strengths[16 * block + t2], strengths[16 * block + t2 + 1]}, s1[2] = {strengths[16 * block + t2 + 8], strengths[16 * block + t2 + 9]};
-    const float one2[2] = {1.0f, 1.0f};
-    Four plain = bf16_left(m, one2, one2);
-    A_op[block] = bf16_left(m, s0, s1);
-    if (!known) {
-      *(uint32_t *)at = plain.r[0];
-      *(uint32_t *)(at + 8 * C) = plain.r[1];
-      *(uint32_t *)(at + 8) = plain.r[2];
-      *(uint32_t *)(at + 8 * C + 8) = plain.r[3];
-    }
-  }
-  __syncthreads();
-  float before4[4];
-  float rkk[2] = {norms[C + row], norms[C + row + 8]}, rqs[2] = {norms[row] * scale, norms[row + 8] * scale};
-  bool on[2] = {row < length, row + 8 < length};
-#pragma unroll 1
+
+  const int row = 16 * w + gr, four = t2 * 2;  // a lane has channels `four` .. `four` + 3 of a tile, of tokens row and row + 8
+  auto at = [&](int c) { return spot<K>(row, (c >> 3) + (t2 >> 2)) + (t2 & 2) * 2; };
+  auto load = [&](const u16 *from, int c) -> Four {
+    uint2 a = *(const uint2 *)(from + at(c)), b = *(const uint2 *)(from + at(c) + 8 * K);
+    return {{a.x, b.x, a.y, b.y}};
+  };
+  auto column = [&](uint32_t (&r)[4], const u16 *from, int block, int c) {  // B operand over the tokens of a block
+    ldmatrix_trans(r, from + spot<K>(16 * block + (lane & 15), (c >> 3) + (lane >> 4)));
+  };
+  uint32_t prefix_m[4];
+  mask_operand(prefix_m, lane, ONE_F16, [](int i, int t) { return t <= i; });
+  const uint32_t ones = ONE_F16 | ONE_F16 << 16, ones_m[4] = {ones, ones, ones, ones};
+  // Totals of the blocks, which the other blocks' anchors need.
+#pragma unroll 2
   for (int c = 0; c < K; c += 16) {
-    Four kr, qr, gb;
-    const u16 *kp = sk + (16 * w + gr) * PITCH + c + t2, *qp = sq + (16 * w + gr) * PITCH + c + t2;
-    kr.r[0] = *(const uint32_t *)kp; kr.r[1] = *(const uint32_t *)(kp + 8 * PITCH); kr.r[2] = *(const uint32_t *)(kp + 8); kr.r[3] = *(const uint32_t *)(kp + 8 * PITCH + 8);
-    qr.r[0] = *(const uint32_t *)qp; qr.r[1] = *(const uint32_t *)(qp + 8 * PITCH); qr.r[2] = *(const uint32_t *)(qp + 8); qr.r[3] = *(const uint32_t *)(qp + 8 * PITCH + 8);
-    ldmatrix_trans(gb.r, sg + (16 * w + (lane & 15)) * PITCH + c + (lane >> 4) * 8);
-    Tile key = unpacked(kr), query = unpacked(qr), prefix = sums(prefix_m, gb), rise, fall;
-    float all[4];
+    Four gb;
+    column(gb.r, sg, w, c);
+    Tile all = sums(ones_m, gb);
+    if (gr == 0) *(float4 *)(totals + w * K + c + four) = make_float4(all.v[0], all.v[1], all.v[2], all.v[3]);
+  }
+  __syncthreads();
+  Four A_op[4];
+#if !KNOWN
+  {
+    // Products of 16 rows with columns as n8 tiles: blocks 0 and 1 (level 32), the block before (level 16), the own one.
+    float far_r[4][4] = {}, far_w[4][4] = {}, near_r[2][4] = {}, near_w[2][4] = {}, diag_r[2][4] = {}, diag_w[2][4] = {};
+    float half_r[4] = {}, half_w[4] = {};
+    float sum_q[2] = {0, 0}, sum_k[2] = {0, 0};
+    uint32_t half_m[4], octet_m[4];
+    mask_operand(half_m, lane, ONE_F16, [](int i, int t) { return i >= 8 ? (t >= 8 && t <= i) : (t < 8 && t > i); });
+    mask_operand(octet_m, lane, ONE_F16, [](int i, int t) { return (i >> 3) == (t >> 3) && t <= i; });
+    const uint32_t clamp = pack_f16(SMALLEST_OCTET_GATE, SMALLEST_OCTET_GATE);
+#pragma unroll 1
+    for (int c = 0; c < K; c += 16) {
+      Four gb;
+      column(gb.r, sg, w, c);
+      Tile key = unpacked(load(sk, c)), query = unpacked(load(sq, c)), x, y;
+      for (int i = 0; i < 8; i++) { sum_k[i >> 2] += key.v[i] * key.v[i]; sum_q[i >> 2] += query.v[i] * query.v[i]; }
+      Tile prefix = sums(prefix_m, gb);
+      float4 own4 = *(const float4 *)(totals + w * K + c + four);
+      float4 other4 = *(const float4 *)(totals + (w == 0 ? 1 : 2) * K + c + four);
+      const float own[4] = {own4.x, own4.y, own4.z, own4.w}, other[4] = {other4.x, other4.y, other4.z, other4.w};
+      Four a_k, a_q, b_k, b_q;
+      uint4 *out = exchange + (((c >> 4) & 1) * 4 + w) * 2 * 32 + lane;
+      // Level 16: odd blocks are rows, even ones columns. Level 32: the last two are rows.
+      Tile x16, x32;
+      for (int i = 0; i < 8; i++) {
+        float rest = own[i & 3] - prefix.v[i];
+        x16.v[i] = ex2((w & 1) ? prefix.v[i] : rest);
+        x32.v[i] = ex2((w >= 2 ? prefix.v[i] : rest) + (w == 3 || w == 0 ? other[i & 3] : 0.0f));
+      }
+      a_k = packed(times(key, x16));
+      if (!(w & 1)) out[0] = make_uint4(a_k.r[0], a_k.r[1], a_k.r[2], a_k.r[3]);
+      b_k = packed(times(key, x32));
+      if (w < 2) out[32] = make_uint4(b_k.r[0], b_k.r[1], b_k.r[2], b_k.r[3]);
+      if (w & 1) a_q = packed(times(query, x16));
+      if (w >= 2) b_q = packed(times(query, x32));
+      {  // Inside the block: its halves, then its eights. Both keep to the first column tile, or to the diagonal.
+        x = sums(half_m, gb);
+        for (int i = 0; i < 8; i++) x.v[i] = ex2(x.v[i]);
+        Four ck = packed(times(key, x)), cq = packed(times(query, x));
+        mma_bf16(half_w, ck.r, ck.r[0], ck.r[2]);
+        mma_bf16(half_r, cq.r, ck.r[0], ck.r[2]);
+        for (int i = 0; i < 4; i++) gb.r[i] = max_f16x2(gb.r[i], clamp);
+        x = sums(octet_m, gb);
+        for (int i = 0; i < 8; i++) { y.v[i] = ex2(OCTET_CENTRE - x.v[i]); x.v[i] = ex2(x.v[i] - OCTET_CENTRE); }
+        ck = packed(times(key, x));
+        cq = packed(times(query, x));
+        Four cols = packed(times(key, y));
+        mma_bf16(diag_w[0], ck.r, cols.r[0], cols.r[2]);
+        mma_bf16(diag_w[1], ck.r, cols.r[1], cols.r[3]);
+        mma_bf16(diag_r[0], cq.r, cols.r[0], cols.r[2]);
+        mma_bf16(diag_r[1], cq.r, cols.r[1], cols.r[3]);
+      }
+      __syncthreads();
+      const uint4 *in = exchange + ((c >> 4) & 1) * 4 * 2 * 32 + lane;
+      if (w & 1) {
+        uint4 col = in[(w - 1) * 64];
+        mma_bf16(near_w[0], a_k.r, col.x, col.z);
+        mma_bf16(near_w[1], a_k.r, col.y, col.w);
+        mma_bf16(near_r[0], a_q.r, col.x, col.z);
+        mma_bf16(near_r[1], a_q.r, col.y, col.w);
+      }
+      if (w >= 2) {
 #pragma unroll
+        for (int j = 0; j < 2; j++) {
+          uint4 col = in[j * 64 + 32];
+          mma_bf16(far_w[2 * j], b_k.r, col.x, col.z);
+          mma_bf16(far_w[2 * j + 1], b_k.r, col.y, col.w);
+          mma_bf16(far_r[2 * j], b_q.r, col.x, col.z);
+          mma_bf16(far_r[2 * j + 1], b_q.r, col.y, col.w);
+        }
+      }
+    }
+    if (l2norm) {
+      for (int i = 0; i < 2; i++)
+        for (int m = 1; m < 4; m <<= 1) {
+          sum_k[i] += __shfl_xor_sync(~0u, sum_k[i], m);
+          sum_q[i] += __shfl_xor_sync(~0u, sum_q[i], m);
+        }
+      if (t2 == 0)
+        for (int i = 0; i < 2; i++) {
+          float2 pair = make_float2(rsqrtf(sum_q[i] + 1e-6f), rsqrtf(sum_k[i] + 1e-6f));
+          norms[row + 8 * i] = pair.x;
+          norms[C + row + 8 * i] = pair.y;
+          if (row + 8 * i < length) *(float2 *)(rstd + ((start + row + 8 * i) * H + head) * 2) = pair;
+        }
+    }
+    __syncthreads();
+    // P, and L as blocks of 16 x 16.
+    Block L_far[2] = {}, L_near = {}, L_diag = {};
+#pragma unroll
+    for (int block = 0; block < 4; block++) {
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        int here = row + 8 * i;
+        float rf = norms[here] * scale, wf = norms[C + here] * strengths[here];
+        uint32_t two[2];
+#pragma unroll
+        for (int side = 0; side < 2; side++) {
+          const int n = block * 2 + side, column = 8 * n + t2;
+          float2 rk = *(float2 *)(norms + C + column);
+          float r0 = 0, r1 = 0, w0 = 0, w1 = 0;
+          if (block == w) {
+            r0 = diag_r[side][2 * i], r1 = diag_r[side][2 * i + 1], w0 = diag_w[side][2 * i], w1 = diag_w[side][2 * i + 1];
+            if (side == 0 && i == 1) r0 = half_r[2], r1 = half_r[3], w0 = half_w[2], w1 = half_w[3];
+          } else if (w >= 2 && block < 2) {
+            r0 = far_r[n & 3][2 * i], r1 = far_r[n & 3][2 * i + 1], w0 = far_w[n & 3][2 * i], w1 = far_w[n & 3][2 * i + 1];
+          } else if (block < w) {
+            r0 = near_r[side][2 * i], r1 = near_r[side][2 * i + 1], w0 = near_w[side][2 * i], w1 = near_w[side][2 * i + 1];
+          }
+          two[side] = pack(column <= here ? r0 * rf * rk.x : 0.0f, column + 1 <= here ? r1 * rf * rk.y : 0.0f);
+          w0 = column < here ? w0 * wf * rk.x : 0.0f;
+          w1 = column + 1 < here ? w1 * wf * rk.y : 0.0f;
+          auto keep = [&](Block &m) {
+            float *half = side ? m.b : m.a;
+            half[2 * i] = w0;
+            half[2 * i + 1] = w1;
+          };
+          if (block == w) keep(L_diag);
+          else if (w >= 2 && block < 2) keep(L_far[block & 1]);
+          else if (block < w) keep(L_near);
+        }
+        *(uint2 *)(P + (record * C + here) * C + 16 * block + neighbours_column(lane)) = with_neighbours(two[0], two[1], lane);
+      }
+    }
+    // Inverse: own block, then pairs of blocks, then the lower left quarter. Operands of other warps go through shared memory.
+    uint4 *slots = exchange + lane;  // [16 slots][32 lanes]
+    auto put = [&](int slot, const Four &f) { slots[slot * 32] = make_uint4(f.r[0], f.r[1], f.r[2], f.r[3]); };
+    auto get = [&](int slot) -> Four { uint4 f = slots[slot * 32]; return {{f.x, f.y, f.z, f.w}}; };
+    Block corner = {}, lower[2] = {}, inverse = inverse_of(L_diag, lane);
+    put(w, right(inverse));
+    __syncthreads();
+    if (w & 1) {
+      Block joined = product(left(L_near), get(w - 1));
+      corner = minus(product(left(inverse), right(joined)));
+      put(4 + (w >> 1), right(corner));  // A10, A32
+    }
+    __syncthreads();
+    if (w >= 2) {
+      Four l0 = left(L_far[0]), l1 = left(L_far[1]), own = left(inverse);
+      Block t0 = product(l0, get(0)), t1 = product(l1, get(1));
+      add_product(t0, l1, get(4));
+      if (w == 2) { put(8, right(t0)); put(9, right(t1)); }
+      lower[0] = product(own, right(t0));
+      lower[1] = product(own, right(t1));
+    }
+    __syncthreads();
+    if (w == 3) {
+      Four a32 = left(corner);
+      add_product(lower[0], a32, get(8));
+      add_product(lower[1], a32, get(9));
+    }
+    // A to memory, and with beta on its columns as operand.
+#pragma unroll
+    for (int block = 0; block < 4; block++) {
+      Block m = {};
+      if (block == w) m = inverse;
+      else if (w >= 2 && block < 2) m = minus(lower[block & 1]);
+      else if (block < w) m = corner;
+      const float2 one = make_float2(1.0f, 1.0f), *s = (const float2 *)(strengths + 16 * block + t2);
+      Four plain = in_bf16(m, one, one);
+      A_op[block] = in_bf16(m, s[0], s[4]);
+      u16 *to = A + (record * C + row) * C + 16 * block + neighbours_column(lane);
+      *(uint2 *)to = with_neighbours(plain.r[0], plain.r[2], lane);
+      *(uint2 *)(to + 8 * C) = with_neighbours(plain.r[1], plain.r[3], lane);
+    }
+  }
+#else
+  uint2 stored[4][2];
+#pragma unroll
+  for (int block = 0; block < 4; block++)
+    if (block <= w) {
+      const u16 *from = A + (record * C + row) * C + 16 * block + neighbours_column(lane);
+      stored[block][0] = *(const uint2 *)from;
+      stored[block][1] = *(const uint2 *)(from + 8 * C);
+    }
+#endif
+  // What the scans read of q and k: written to memory, and beta-free writing rows over the gates.
+  float rkk[2] = {norms[C + row], norms[C + row + 8]}, rqs[2] = {norms[row] * scale, norms[row + 8] * scale};
+  u16 *const from_start_at = from_start + (record * C + row) * K + four, *const to_end_at = to_end + (record * C + row) * K + four;
+  auto store = [&](u16 *to, int width, const Four &f) {
+    *(uint2 *)to = make_uint2(f.r[0], f.r[2]);
+    *(uint2 *)(to + 8 * width) = make_uint2(f.r[1], f.r[3]);
+  };
+#pragma unroll 2
+  for (int c = 0; c < K; c += 16) {
+    Four gb;
+    column(gb.r, sg, w, c);
+    Tile key = unpacked(load(sk, c)), query = unpacked(load(sq, c)), prefix = sums(prefix_m, gb), rise, fall;
+    float4 t0 = *(const float4 *)(totals + c + four), t1 = *(const float4 *)(totals + K + c + four);
+    float4 u0 = *(const float4 *)(totals + 2 * K + c + four), u1 = *(const float4 *)(totals + 3 * K + c + four);
+    const float a[4] = {t0.x, t0.y, t0.z, t0.w}, b[4] = {t1.x, t1.y, t1.z, t1.w};
+    const float d[4] = {u0.x, u0.y, u0.z, u0.w}, e[4] = {u1.x, u1.y, u1.z, u1.w};
+    float all[4], before[4];
     for (int j = 0; j < 4; j++) {
-      int at = c + t2 + (j & 1) + (j >> 1) * 8;
-      float a = totals[at], b = totals[K + at], d = totals[2 * K + at], e = totals[3 * K + at];
-      before4[j] = w == 0 ? 0.0f : w == 1 ? a : w == 2 ? a + b : a + b + d;
-      all[j] = a + b + d + e;
+      before[j] = w == 0 ? 0.0f : w == 1 ? a[j] : w == 2 ? a[j] + b[j] : a[j] + b[j] + d[j];
+      all[j] = a[j] + b[j] + d[j] + e[j];
     }
     for (int i = 0; i < 8; i++) {
-      float G = prefix.v[i] + before4[i & 3];
-      key.v[i] *= rkk[i >> 2]; query.v[i] *= rqs[i >> 2];
-      rise.v[i] = ex2(G); fall.v[i] = ex2(all[i & 3] - G);
+      float G = prefix.v[i] + before[i & 3];
+      key.v[i] *= rkk[i >> 2];
+      query.v[i] *= rqs[i >> 2];
+      rise.v[i] = ex2(G);
+      fall.v[i] = ex2(all[i & 3] - G);
     }
-    Four write, other;
-    write = packed(times(key, rise));
-    int buffer = (c >> 4) & 1;
-    put(buffer * 4 + w, turned(write));
-    long long at = (record * C + row) * K + c + t2;
-    auto store = [&](u16 *to, const Four &f) {
-      *(uint32_t *)(to + at) = f.r[0];
-      *(uint32_t *)(to + at + 8 * K) = f.r[1];
-      *(uint32_t *)(to + at + 8) = f.r[2];
-      *(uint32_t *)(to + at + 8 * K + 8) = f.r[3];
-    };
-    other = packed(times(query, rise)); store(from_start, other);
-    other = packed(times(key, fall)); store(to_end, other);
-    if (w == 0 && gr == 0) { float *to = state_decay + record * K + c + t2; to[0] = ex2(all[0]); to[1] = ex2(all[1]); to[8] = ex2(all[2]); to[9] = ex2(all[3]); }
-    __syncthreads();
-    float lo[4] = {}, hi[4] = {};
-#pragma unroll
-    for (int block = 0; block < 4; block++)
-      if (block <= w) {
-        Four x = get(buffer * 4 + block);
-        mma_bf16(lo, A_op[block].r, x.r[0], x.r[1]); mma_bf16(hi, A_op[block].r, x.r[2], x.r[3]);
-      }
-    store(W, packed(tile_of(lo, hi)));
+    store(from_start_at + c, K, packed(times(query, rise)));
+    store(to_end_at + c, K, packed(times(key, fall)));
+    if (w == 0 && gr == 0)
+      *(float4 *)(state_decay + record * K + c + four) = make_float4(ex2(all[0]), ex2(all[1]), ex2(all[2]), ex2(all[3]));
+    Four write = packed(times(key, rise));
+    u16 *lo = sg + spot<K>(row, c >> 3) + t2, *hi = sg + spot<K>(row, (c >> 3) + 1) + t2;
+    __syncwarp();
+    *(uint32_t *)lo = write.r[0];
+    *(uint32_t *)(lo + 8 * K) = write.r[1];
+    *(uint32_t *)hi = write.r[2];
+    *(uint32_t *)(hi + 8 * K) = write.r[3];
   }
   __syncthreads();
-#pragma unroll 1
-  for (int c = 0; c < V; c += 16) {
-    Four vr = {};
-    const u16 *vp = v + (start + (on[0] ? row : 0)) * (long long)v_token + (long long)head * v_head + c + t2;
-    if (on[0]) { vr.r[0] = *(const uint32_t *)vp; vr.r[2] = *(const uint32_t *)(vp + 8); }
-    if (on[1]) { vr.r[1] = *(const uint32_t *)(vp + 8 * (long long)v_token); vr.r[3] = *(const uint32_t *)(vp + 8 * (long long)v_token + 8); }
-    int buffer = (c >> 4) & 1;
-    put(buffer * 4 + w, turned(vr));
-    __syncthreads();
+  const u16 *v_at = v + start * v_token + (long long)head * v_head;
+#pragma unroll
+  for (int j = 0; j < V / 16; j++) {
+    int token = tid / (V / 8) + j * (1024 / V), eight = tid % (V / 8);
+    bool on = token < length;
+    copy16(sq + spot<V>(token, eight), v_at + (on ? token * (long long)v_token : 0) + eight * 8, on);
+  }
+  commit_copies();
+#if KNOWN
+#pragma unroll
+  for (int block = 0; block < 4; block++)
+    if (block <= w) {
+      const float2 *s = (const float2 *)(strengths + 16 * block + t2);
+      uint2 up = from_neighbours(stored[block][0], lane), down = from_neighbours(stored[block][1], lane);
+      Block m = {{low(up.x), high(up.x), low(down.x), high(down.x)}, {low(up.y), high(up.y), low(down.y), high(down.y)}};
+      A_op[block] = in_bf16(m, s[0], s[4]);
+    }
+#endif
+  u16 *const W_at = W + (record * C + row) * K + four;
+#pragma unroll 2
+  for (int c = 0; c < K; c += 16) {
     float lo[4] = {}, hi[4] = {};
 #pragma unroll
     for (int block = 0; block < 4; block++)
       if (block <= w) {
-        Four x = get(buffer * 4 + block);
-        mma_bf16(lo, A_op[block].r, x.r[0], x.r[1]); mma_bf16(hi, A_op[block].r, x.r[2], x.r[3]);
+        uint32_t x[4];
+        column(x, sg, block, c);
+        mma_bf16(lo, A_op[block].r, x[0], x[1]);
+        mma_bf16(hi, A_op[block].r, x[2], x[3]);
       }
-    u16 *at = U + (record * C + row) * V + c + t2;
-    *(uint32_t *)at = pack(lo[0], lo[1]); *(uint32_t *)(at + 8 * V) = pack(lo[2], lo[3]); *(uint32_t *)(at + 8) = pack(hi[0], hi[1]); *(uint32_t *)(at + 8 * V + 8) = pack(hi[2], hi[3]);
+    store(W_at + c, K, packed(tile_of(lo, hi)));
+  }
+  wait_for_copies();
+  __syncthreads();
+  u16 *const U_at = U + (record * C + row) * V + neighbours_column(lane);
+#pragma unroll 2
+  for (int c = 0; c < V; c += 16) {
+    float lo[4] = {}, hi[4] = {};
+#pragma unroll
+    for (int block = 0; block < 4; block++)
+      if (block <= w) {
+        uint32_t x[4];
+        ldmatrix_trans(x, sq + spot<V>(16 * block + (lane & 15), (c >> 3) + (lane >> 4)));
+        mma_bf16(lo, A_op[block].r, x[0], x[1]);
+        mma_bf16(hi, A_op[block].r, x[2], x[3]);
+      }
+    Four f = packed(tile_of(lo, hi));
+    *(uint2 *)(U_at + c) = with_neighbours(f.r[0], f.r[2], lane);
+    *(uint2 *)(U_at + c + 8 * V) = with_neighbours(f.r[1], f.r[3], lane);
   }
 }
