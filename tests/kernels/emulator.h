@@ -53,6 +53,7 @@ inline void emu_ldmatrix(uint32_t (&r)[4], const void *p, bool trans) { Warp &w 
     r[m] = trans ? (at(t, g) | at(t + 1, g) << 16) : (at(g, t) | at(g, t + 1) << 16); } w.b.wait(); }
 inline void ldmatrix_trans(uint32_t (&r)[4], const void *p) { emu_ldmatrix(r, p, true); } inline void ldmatrix(uint32_t (&r)[4], const void *p) { emu_ldmatrix(r, p, false); }
 inline void copy16(void *d, const void *s, bool on) { if (on) memcpy(d, s, 16); else memset(d, 0, 16); }
+inline uint2 load8(const void *p) { return *(const uint2 *)p; }
 inline void commit_copies() {}
 inline void wait_for_copies() {}
 inline float __shfl_xor_sync(unsigned, float x, int m) { Warp &w = warp(); int l = lane_(); w.u[l][7] = f2u(x); w.b.wait(); float y = u2f(w.u[l ^ m][7]); w.b.wait(); return y; }
@@ -63,3 +64,4 @@ inline void emu_run(int blocks, int shared, std::function<void()> kernel) {
     std::vector<std::thread> ts; for (int t = 0; t < 128; t++) ts.emplace_back([=] { threadIdx.x = t; blockIdx.x = b; kernel(); }); for (auto &t : ts) t.join(); }
 }
 inline float __shfl_sync(unsigned, float x, int from) { Warp &w = warp(); w.u[lane_()][7] = f2u(x); w.b.wait(); float y = u2f(w.u[from & 31][7]); w.b.wait(); return y; }
+inline void store16(void *to, const uint4 &x) { memcpy(to, &x, 16); }

@@ -105,9 +105,11 @@ def test_cuda_sources_equal_the_triton_kernels(kernel, monkeypatch, T: int, gate
     parameters = [A_log, dt_bias] if kind else []
     for parameter in parameters:
         parameter.requires_grad_()
-    o, _ = kda(*leaves, gate=gates.get(gate), qk_l2norm=True, beta_max=beta_max or None, backend="triton")
+    options = {"gate": gates.get(gate), "qk_l2norm": True, "beta_max": beta_max or None, "backend": "triton"}
+    o, state = kda(*leaves, **options, output_final_state=True)
     d_o = torch.randn_like(o).bfloat16().float()
-    d_q, d_k, _, d_x, d_beta, *d_parameters = torch.autograd.grad(o, [*leaves, *parameters], d_o)
+    wanted = torch.autograd.grad([o, state], [*leaves, *parameters], [d_o, torch.randn_like(state)])
+    d_q, d_k, _, d_x, d_beta, *d_parameters = wanted
 
     A_log, dt_bias = A_log.detach(), dt_bias.detach()
     scale, bound = K**-0.5, -5.0

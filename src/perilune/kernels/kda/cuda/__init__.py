@@ -56,11 +56,11 @@ def shared_memory(name: str, key_dim: int, value_dim: int, *, known: int = 0) ->
     """Bytes, as the kernels lay them out."""
     if name == "prepare":
         tiles = CHUNK * (max(key_dim, value_dim) + 2 * key_dim) * 2
-        return tiles + 4 * key_dim * 4 + 3 * CHUNK * 4 + (0 if known else EXCHANGE)
+        return tiles + 12 * key_dim * 4 + 3 * CHUNK * 4 + (0 if known else EXCHANGE)
     if name == "signals":
         return CHUNK * (3 * value_dim + CHUNK) * 2
     tiles = (3 * CHUNK + 2 * 16) * value_dim * 2
-    return tiles + EXCHANGE + 10 * key_dim * 4 + 128 * 4 + CHUNK * 24
+    return tiles + EXCHANGE + 14 * key_dim * 4 + 128 * 4 + CHUNK * 24
 
 
 def launch(

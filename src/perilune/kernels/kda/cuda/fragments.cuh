@@ -70,3 +70,27 @@ __device__ __forceinline__ uint2 from_neighbours(uint2 x, int lane) {
 template <int WIDTH> __device__ __forceinline__ int spot(int row, int eight) {
   return row * WIDTH + ((eight ^ ((row << 1 & 6) | (row >> 2 & 1))) << 3);
 }
+
+// Sums of gates [4 blocks][K] up to a block's start, and from there to the end of the chunk.
+__device__ __forceinline__ void add_up(const float *totals, float *befores, float *afters, int tid) {
+  for (int i = tid; i < K; i += 128) {
+    float a = totals[i], b = totals[K + i], d = totals[2 * K + i], e = totals[3 * K + i];
+    befores[i] = 0.0f, befores[K + i] = a, befores[2 * K + i] = a + b, befores[3 * K + i] = a + b + d;
+    afters[i] = a + b + d + e, afters[K + i] = b + d + e, afters[2 * K + i] = d + e, afters[3 * K + i] = e;
+  }
+}
+// Factors of levels 16 and 32. Level 16: odd blocks are rows, even ones columns; level 32: the last two are rows. A row
+// counts from its block's start, a column to its end, and at level 32 blocks 0 and 3 have another one, `other`, in between.
+__device__ __forceinline__ void anchored(Tile &x16, Tile &x32, const Tile &prefix, float4 own4, float4 other4, int w) {
+  const float own[4] = {own4.x, own4.y, own4.z, own4.w}, other[4] = {other4.x, other4.y, other4.z, other4.w};
+  const float sign16 = w & 1 ? 1.0f : -1.0f, sign32 = w & 2 ? 1.0f : -1.0f;
+  float base16[4], base32[4];
+  for (int j = 0; j < 4; j++) {
+    base16[j] = w & 1 ? 0.0f : own[j];
+    base32[j] = (w & 2 ? 0.0f : own[j]) + (w == 0 || w == 3 ? other[j] : 0.0f);
+  }
+  for (int i = 0; i < 8; i++) {
+    x16.v[i] = ex2(base16[i & 3] + sign16 * prefix.v[i]);
+    x32.v[i] = ex2(base32[i & 3] + sign32 * prefix.v[i]);
+  }
+}

@@ -42,9 +42,8 @@ __device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.0f, 1.0f
 __device__ __forceinline__ float log2_decay(float z, float rate, float lower_bound) {
   float x = z * LOG2E;
   if (GATE == 1) {
-    float e = ex2(-fabsf(x));  // softplus(z) = max(z, 0) + log(1 + e), by its series where 1 + e loses e
-    float rest = e < 0.015625f ? LOG2E * e * (1.0f - e * (0.5f - e * 0.33333333f)) : lg2(1.0f + e);
-    x = -rate * (fmaxf(x, 0.0f) + rest);
+    float e = ex2(-fabsf(x));  // softplus(z) = max(z, 0) + log(1 + e), and log(1 + e) = e where 1 + e would lose it
+    x = -rate * (fmaxf(x, 0.0f) + (e < 0x1p-12f ? LOG2E * e : lg2(1.0f + e)));
   }
   if (GATE == 2) x = LOG2E * lower_bound * sigmoid(rate * z);
   return fmaxf(x, SMALLEST_GATE);

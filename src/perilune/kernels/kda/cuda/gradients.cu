@@ -28,13 +28,13 @@ extern "C" __global__ void __launch_bounds__(128, 3) kda_gradients(
   const float scale = (float)scale_, lower_bound = (float)lower_bound_, beta_max = (float)beta_max_;
   u16 *sy = (u16 *)memory, *so = sy + C * V, *sd = so + C * V, *ss = sd + C * V, *sds = ss + 16 * V;
   uint4 *exchange = (uint4 *)(sds + 16 * V);             // [4 blocks][2 levels][2 operands][32 lanes]
-  float *totals = (float *)(exchange + 4 * 2 * 2 * 32);  // [4][K] sums of a block's gates
-  float *ends = totals + 4 * K;                          // [2 kinds][4 blocks][16]
+  float *totals = (float *)(exchange + 4 * 2 * 2 * 32);  // [4][K] sums of a block's gates, later gradients of the bias
+  float *befores = totals + 4 * K, *afters = befores + 4 * K;  // [4][K] sums up to a block, from its start on
+  float *ends = afters + 4 * K;                          // [2 kinds][4 blocks][16]
   float *flow = ends + 128;                              // [K]
   float4 *rows = (float4 *)(flow + K);                   // [C] reciprocal norm of k, of q times scale, strength, norm of q
   float2 *alongs = (float2 *)(rows + C);                 // [C] what is along k and q in their gradients
   float *biases = (float *)(alongs + C);                 // [K]
-  float *sums_x = biases + K;                            // [4 blocks][K] gradients of the bias
   long long record = blockIdx.x, chunk = record / H;
   int head = record % H, length = chunk_length[chunk], tid = threadIdx.x, lane = tid & 31, w = tid >> 5;
   if (length == 0) {
@@ -103,8 +103,8 @@ extern "C" __global__ void __launch_bounds__(128, 3) kda_gradients(
   const X *x_at = x + start * x_token + (long long)head * x_head + (on0 ? row * x_token : 0) + four;
   const long long base = (start * H + head) * K;
   auto load = [&](const u16 *from, uint32_t offset, int step) -> Four {
-    uint2 a = on0 ? *(const uint2 *)(from + offset) : make_uint2(0u, 0u);
-    uint2 b = on1 ? *(const uint2 *)(from + offset + 8u * step) : make_uint2(0u, 0u);
+    uint2 a = on0 ? load8(from + offset) : make_uint2(0u, 0u);
+    uint2 b = on1 ? load8(from + offset + 8u * step) : make_uint2(0u, 0u);
     return {{a.x, b.x, a.y, b.y}};
   };
   // Totals of the blocks' gates.
@@ -133,6 +133,8 @@ extern "C" __global__ void __launch_bounds__(128, 3) kda_gradients(
   }
   float strength_part[2] = {0, 0}, rate_part = 0.0f;
   __syncthreads();
+  add_up(totals, befores, afters, tid);
+  __syncthreads();
 
 #pragma unroll 1
   for (int c = 0; c < K; c += 16) {
@@ -154,12 +156,7 @@ extern "C" __global__ void __launch_bounds__(128, 3) kda_gradients(
       Tile prefix = sums(prefix_m, gb);
       float4 own4 = *(const float4 *)(totals + w * K + c + four);
       float4 other4 = *(const float4 *)(totals + (w == 0 ? 1 : 2) * K + c + four);
-      const float own[4] = {own4.x, own4.y, own4.z, own4.w}, other[4] = {other4.x, other4.y, other4.z, other4.w};
-      for (int i = 0; i < 8; i++) {
-        float rest = own[i & 3] - prefix.v[i];
-        x16.v[i] = ex2(near_rows ? prefix.v[i] : rest);
-        x32.v[i] = ex2((far_rows ? prefix.v[i] : rest) + (w == 3 || w == 0 ? other[i & 3] : 0.0f));
-      }
+      anchored(x16, x32, prefix, own4, other4, w);
     }
     uint4 *out = exchange + w * 128 + lane;
     auto put = [&](int slot, const Four &f) { out[slot * 32] = make_uint4(f.r[0], f.r[1], f.r[2], f.r[3]); };
@@ -270,15 +267,10 @@ extern "C" __global__ void __launch_bounds__(128, 3) kda_gradients(
         add(t, md, d);
       }
       Tile prefix = sums(prefix_m, gb), ta = tile_of(a), tb = tile_of(b), tt = tile_of(t);
-      float4 u0 = *(const float4 *)(totals + c + four), u1 = *(const float4 *)(totals + K + c + four);
-      float4 u2 = *(const float4 *)(totals + 2 * K + c + four), u3 = *(const float4 *)(totals + 3 * K + c + four);
-      const float e0[4] = {u0.x, u0.y, u0.z, u0.w}, e1[4] = {u1.x, u1.y, u1.z, u1.w};
-      const float e2[4] = {u2.x, u2.y, u2.z, u2.w}, e3[4] = {u3.x, u3.y, u3.z, u3.w};
+      const float4 b4 = *(const float4 *)(befores + w * K + c + four), a4 = *(const float4 *)(afters + w * K + c + four);
+      const float before[4] = {b4.x, b4.y, b4.z, b4.w}, after[4] = {a4.x, a4.y, a4.z, a4.w};
       for (int i = 0; i < 8; i++) {
-        const int j = i & 3;
-        float before = w == 0 ? 0.0f : w == 1 ? e0[j] : w == 2 ? e0[j] + e1[j] : e0[j] + e1[j] + e2[j];
-        float after = w == 0 ? e0[j] + e1[j] + e2[j] + e3[j] : w == 1 ? e1[j] + e2[j] + e3[j] : w == 2 ? e2[j] + e3[j] : e3[j];
-        float rise = ex2(prefix.v[i] + before), fall = ex2(after - prefix.v[i]);
+        float rise = ex2(before[i & 3] + prefix.v[i]), fall = ex2(after[i & 3] - prefix.v[i]);
         float written = ta.v[i] * rise, read = tb.v[i] * rise, to_state = tt.v[i] * fall;
         d_write.v[i] += written;
         d_read.v[i] += read;
@@ -381,8 +373,8 @@ extern "C" __global__ void __launch_bounds__(128, 3) kda_gradients(
       const float lasts[4] = {last.x, last.y, last.z, last.w}, bias[4] = {bias4.x, bias4.y, bias4.z, bias4.w};
       for (int i = 0; i < 8; i++) {
         float z = GATE ? raw[i >> 2].get(i & 3) + bias[i & 3] : 0.0f;
-        d_gate.v[i] = gate_gradient(d_gate.v[i] + lasts[i & 3], z, decay.v[i], rate, lower_bound, rate_part);
-        if (!(i < 4 ? on0 : on1)) d_gate.v[i] = 0.0f;
+        float d_decay = (i < 4 ? on0 : on1) ? d_gate.v[i] + lasts[i & 3] : 0.0f;
+        d_gate.v[i] = gate_gradient(d_decay, z, decay.v[i], rate, lower_bound, rate_part);
       }
       if (on0) store_four(d_x + base + (here + c), d_gate.v);
       if (on1) store_four(d_x + base + (here + c + 8u * H * K), d_gate.v + 4);
@@ -390,7 +382,7 @@ extern "C" __global__ void __launch_bounds__(128, 3) kda_gradients(
         Sum s = {};
         const uint32_t ones_b = ONE_BF16 | ONE_BF16 << 16, all_rows[4] = {ones_b, ones_b, ones_b, ones_b};
         add(s, all_rows, turned(packed(d_gate)));
-        if (gr == 0) *(float4 *)(sums_x + w * K + c + four) = make_float4(s.a[0], s.a[1], s.b[0], s.b[1]);
+        if (gr == 0) *(float4 *)(totals + w * K + c + four) = make_float4(s.a[0], s.a[1], s.b[0], s.b[1]);
       }
     }
   }
@@ -412,7 +404,7 @@ extern "C" __global__ void __launch_bounds__(128, 3) kda_gradients(
     __syncthreads();
     if (lane == 0) ends[w] = rate_part;
     for (int i = tid; i < K; i += 128)
-      d_bias[record * K + i] = sums_x[i] + sums_x[K + i] + sums_x[2 * K + i] + sums_x[3 * K + i];
+      d_bias[record * K + i] = totals[i] + totals[K + i] + totals[2 * K + i] + totals[3 * K + i];
     __syncthreads();
     if (tid == 0) d_rate[record] = ends[0] + ends[1] + ends[2] + ends[3];
   }

@@ -59,6 +59,12 @@ __device__ __forceinline__ void ldmatrix_trans(uint32_t (&r)[4], const void *p) 
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(a));
 }
+// 8 bytes of a row of which all is going to be read: the rest may come as far as the L2 cache.
+__device__ __forceinline__ uint2 load8(const void *p) {
+  uint2 x;
+  asm("ld.global.L2::256B.v2.u32 {%0,%1}, [%2];" : "=r"(x.x), "=r"(x.y) : "l"(p));
+  return x;
+}
 // 16 bytes from memory to shared memory without waiting; zeros when not `on`.
 __device__ __forceinline__ void copy16(void *to, const void *from, bool on) {
   uint32_t a = (uint32_t)__cvta_generic_to_shared(to);
@@ -67,3 +73,7 @@ __device__ __forceinline__ void copy16(void *to, const void *from, bool on) {
 }
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_group 0;" ::: "memory"); }
+// 16 bytes in one instruction: a plain store of a uint4 may be taken apart into four.
+__device__ __forceinline__ void store16(void *to, const uint4 &x) {
+  asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+}

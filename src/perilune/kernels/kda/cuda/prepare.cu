@@ -67,7 +67,8 @@ extern "C" __global__ void __launch_bounds__(128, KNOWN ? 4 : 3) kda_prepare(
   const float scale = (float)scale_, lower_bound = (float)lower_bound_, beta_max = (float)beta_max_;
   u16 *sq = (u16 *)memory, *sk = sq + C * (K > V ? K : V), *sg = sk + C * K;  // sq holds the values later
   float *totals = (float *)(sg + C * K);       // [4 blocks][K] sums of the gates
-  float *norms = totals + 4 * K;               // [2][C]
+  float *befores = totals + 4 * K, *afters = befores + 4 * K;  // [4 blocks][K]
+  float *norms = afters + 4 * K;               // [2][C]
   float *strengths = norms + 2 * C;            // [C]
   uint4 *exchange = (uint4 *)(strengths + C);  // unless KNOWN: [2 buffers][4 blocks][2 levels][32 lanes]
   long long record = blockIdx.x, chunk = record / H;
@@ -152,6 +153,8 @@ extern "C" __global__ void __launch_bounds__(128, KNOWN ? 4 : 3) kda_prepare(
     if (gr == 0) *(float4 *)(totals + w * K + c + four) = make_float4(all.v[0], all.v[1], all.v[2], all.v[3]);
   }
   __syncthreads();
+  add_up(totals, befores, afters, tid);
+  __syncthreads();
   Four A_op[4];
 #if !KNOWN
   {
@@ -172,16 +175,10 @@ extern "C" __global__ void __launch_bounds__(128, KNOWN ? 4 : 3) kda_prepare(
       Tile prefix = sums(prefix_m, gb);
       float4 own4 = *(const float4 *)(totals + w * K + c + four);
       float4 other4 = *(const float4 *)(totals + (w == 0 ? 1 : 2) * K + c + four);
-      const float own[4] = {own4.x, own4.y, own4.z, own4.w}, other[4] = {other4.x, other4.y, other4.z, other4.w};
       Four a_k, a_q, b_k, b_q;
       uint4 *out = exchange + (((c >> 4) & 1) * 4 + w) * 2 * 32 + lane;
-      // Level 16: odd blocks are rows, even ones columns. Level 32: the last two are rows.
       Tile x16, x32;
-      for (int i = 0; i < 8; i++) {
-        float rest = own[i & 3] - prefix.v[i];
-        x16.v[i] = ex2((w & 1) ? prefix.v[i] : rest);
-        x32.v[i] = ex2((w >= 2 ? prefix.v[i] : rest) + (w == 3 || w == 0 ? other[i & 3] : 0.0f));
-      }
+      anchored(x16, x32, prefix, own4, other4, w);
       a_k = packed(times(key, x16));
       if (!(w & 1)) out[0] = make_uint4(a_k.r[0], a_k.r[1], a_k.r[2], a_k.r[3]);
       b_k = packed(times(key, x32));
@@ -341,26 +338,18 @@ extern "C" __global__ void __launch_bounds__(128, KNOWN ? 4 : 3) kda_prepare(
     Four gb;
     column(gb.r, sg, w, c);
     Tile key = unpacked(load(sk, c)), query = unpacked(load(sq, c)), prefix = sums(prefix_m, gb), rise, fall;
-    float4 t0 = *(const float4 *)(totals + c + four), t1 = *(const float4 *)(totals + K + c + four);
-    float4 u0 = *(const float4 *)(totals + 2 * K + c + four), u1 = *(const float4 *)(totals + 3 * K + c + four);
-    const float a[4] = {t0.x, t0.y, t0.z, t0.w}, b[4] = {t1.x, t1.y, t1.z, t1.w};
-    const float d[4] = {u0.x, u0.y, u0.z, u0.w}, e[4] = {u1.x, u1.y, u1.z, u1.w};
-    float all[4], before[4];
-    for (int j = 0; j < 4; j++) {
-      before[j] = w == 0 ? 0.0f : w == 1 ? a[j] : w == 2 ? a[j] + b[j] : a[j] + b[j] + d[j];
-      all[j] = a[j] + b[j] + d[j] + e[j];
-    }
+    const float4 b4 = *(const float4 *)(befores + w * K + c + four), a4 = *(const float4 *)(afters + w * K + c + four);
+    const float before[4] = {b4.x, b4.y, b4.z, b4.w}, after[4] = {a4.x, a4.y, a4.z, a4.w};
     for (int i = 0; i < 8; i++) {
-      float G = prefix.v[i] + before[i & 3];
       key.v[i] *= rkk[i >> 2];
       query.v[i] *= rqs[i >> 2];
-      rise.v[i] = ex2(G);
-      fall.v[i] = ex2(all[i & 3] - G);
+      rise.v[i] = ex2(before[i & 3] + prefix.v[i]);
+      fall.v[i] = ex2(after[i & 3] - prefix.v[i]);
     }
     store(from_start_at + c, K, packed(times(query, rise)));
     store(to_end_at + c, K, packed(times(key, fall)));
     if (w == 0 && gr == 0)
-      *(float4 *)(state_decay + record * K + c + four) = make_float4(ex2(all[0]), ex2(all[1]), ex2(all[2]), ex2(all[3]));
+      *(float4 *)(state_decay + record * K + c + four) = make_float4(ex2(after[0]), ex2(after[1]), ex2(after[2]), ex2(after[3]));
     Four write = packed(times(key, rise));
     u16 *lo = sg + spot<K>(row, c >> 3) + t2, *hi = sg + spot<K>(row, (c >> 3) + 1) + t2;
     __syncwarp();
