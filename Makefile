@@ -61,7 +61,7 @@ types: environment ## type checker
 environment: ## create or repair .venv
 	@sh make/environment.sh
 
-system-deps: ## what some tests need from the system (Debian, root): chromium, bubblewrap, postgresql
+system-deps: ## what some tests need from the system (Debian, root): chromium, bubblewrap, postgresql, g++
 	@sh make/system_deps.sh
 
 clean: ## remove .venv and caches, keep runs

@@ -1,8 +1,8 @@
 #!/bin/sh
-# Install what some tests need from the system: a browser, a sandbox, a database. Debian only, as root.
+# Install what some tests need from the system: a browser, a sandbox, a database, a C++ compiler. Debian only, as root.
 # Installed packages cost a moment and no network.
 
-packages="bubblewrap chromium fonts-dejavu-core postgresql"
+packages="bubblewrap chromium fonts-dejavu-core g++ postgresql"
 
 fail() {
     echo "perilune: $*" >&2

@@ -56,12 +56,13 @@ inline void copy16(void *d, const void *s, bool on) { if (on) memcpy(d, s, 16); 
 inline uint2 load8(const void *p) { return *(const uint2 *)p; }
 inline void commit_copies() {}
 inline void wait_for_copies() {}
+inline void wait_for_copies_but_one() {}
 inline float __shfl_xor_sync(unsigned, float x, int m) { Warp &w = warp(); int l = lane_(); w.u[l][7] = f2u(x); w.b.wait(); float y = u2f(w.u[l ^ m][7]); w.b.wait(); return y; }
 inline uint32_t __shfl_xor_sync(unsigned, uint32_t x, int m) { Warp &w = warp(); int l = lane_(); w.u[l][7] = x; w.b.wait(); uint32_t y = w.u[l ^ m][7]; w.b.wait(); return y; }
 inline void __syncwarp() { warp().b.wait(); }
-inline void emu_run(int blocks, int shared, std::function<void()> kernel) {
-  for (int b = 0; b < blocks; b++) { std::vector<Warp> warps(4); Barrier cta(128); std::vector<unsigned char> memory(shared + 64, 0xff); emu_warps = warps.data(); emu_cta = &cta; emu_shared = (unsigned char *)(((uintptr_t)memory.data() + 15) & ~15ull);
-    std::vector<std::thread> ts; for (int t = 0; t < 128; t++) ts.emplace_back([=] { threadIdx.x = t; blockIdx.x = b; kernel(); }); for (auto &t : ts) t.join(); }
+inline void emu_run(int blocks, int shared, std::function<void()> kernel, int threads = 128) {
+  for (int b = 0; b < blocks; b++) { std::vector<Warp> warps(threads / 32); Barrier cta(threads); std::vector<unsigned char> memory(shared + 64, 0xff); emu_warps = warps.data(); emu_cta = &cta; emu_shared = (unsigned char *)(((uintptr_t)memory.data() + 15) & ~15ull);
+    std::vector<std::thread> ts; for (int t = 0; t < threads; t++) ts.emplace_back([=] { threadIdx.x = t; blockIdx.x = b; kernel(); }); for (auto &t : ts) t.join(); }
 }
 inline float __shfl_sync(unsigned, float x, int from) { Warp &w = warp(); w.u[lane_()][7] = f2u(x); w.b.wait(); float y = u2f(w.u[from & 31][7]); w.b.wait(); return y; }
 inline void store16(void *to, const uint4 &x) { memcpy(to, &x, 16); }

@@ -356,6 +356,53 @@ def test_bfloat16_accuracy(gate, K: int, V: int):
         assert error < HALF[name], f"{name}: {error:.2e}"
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "K, V, gate, g_dtype, l2norm",
+    [
+        (64, 128, "softplus", torch.float16, True),
+        (128, 64, -5.0, torch.float32, True),
+        (128, 128, None, torch.float32, False),
+        (32, 256, "softplus", torch.bfloat16, True),
+    ],
+)
+def test_bfloat16_accuracy_of_packed_documents_with_mixed_widths_and_gates(K, V, gate, g_dtype, l2norm):
+    cu = [0, 0, 1, 65, 700, 700, 1000]
+    tensors, options, d_o, d_state = problem(
+        T=1000, H=3, K=K, V=V, gate=gate, initial=True, cu=cu, beta_max=1.0, l2norm=l2norm
+    )
+    half = {name: tensors[name].bfloat16() for name in ("q", "k", "v", "beta")} | {"g": tensors["g"].to(g_dtype)}
+    tensors |= half
+    want = run(tensors, options, d_o, d_state, backend="chunked", dtype=torch.float64, device="cuda")
+    got = run_as_given({name: x.cuda() for name, x in tensors.items()}, options, d_o.cuda(), d_state.cuda())
+    for name, value in want.items():
+        error = ((got[name].double() - value).norm() / value.norm()).item()
+        assert error < HALF[name], f"{name}: {error:.2e}"
+
+
+@pytest.mark.gpu
+def test_rows_that_start_anywhere_give_the_same_bits_on_the_gpu():
+    tensors, options, d_o, d_state = problem(T=200, H=2, K=64, V=64)
+    leaves = {name: x.cuda().bfloat16() if x.dim() == 4 else x.cuda() for name, x in tensors.items()}
+    first = run_as_given(leaves, options, d_o.cuda(), d_state.cuda())
+    for name in ("q", "k", "v", "g"):
+        shifted = torch.zeros(1, 200, 2, 67, device="cuda", dtype=torch.bfloat16)[..., 3:]
+        leaves[name] = shifted.copy_(leaves[name])
+    assert leaves["q"].data_ptr() % 16
+    again = run_as_given(leaves, options, d_o.cuda(), d_state.cuda())
+    assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("spread", [1e-4, 1000.0])
+def test_any_gate_strength_stays_finite_on_the_gpu(spread: float):
+    tensors, options, d_o, d_state = problem(T=300, H=2, K=128, V=128, spread=spread, gate=None)
+    leaves = {name: x.cuda().bfloat16() if name in ("q", "k", "v") else x.cuda() for name, x in tensors.items()}
+    leaves["g"][:, 7] = -1000.0
+    got = run_as_given(leaves, options, d_o.cuda(), d_state.cuda())
+    assert all(x.isfinite().all() for x in got.values())
+
+
 def run_as_given(leaves, options, d_o, d_state, backend="triton"):
     leaves = {name: x.detach().clone().requires_grad_() for name, x in leaves.items()}
     gate = None
