@@ -376,9 +376,17 @@ def test_flex_block_mask_allows_the_same_pairs_as_the_tokens(lengths: list[int])
     assert torch.equal(mask.mask_mod(0, 0, position[:, None], position[None, :]), allowed)
 
 
+# Every variant is compiled for many seconds: each shape in one dtype, and the widest in both.
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("heads, kv_heads, width, value_width", [(8, 8, 48, 32), (8, 2, 64, 64), (4, 4, 192, 128)])
+@pytest.mark.parametrize(
+    "dtype, heads, kv_heads, width, value_width",
+    [
+        (torch.float32, 8, 8, 48, 32),
+        (torch.bfloat16, 8, 2, 64, 64),
+        (torch.bfloat16, 4, 4, 192, 128),
+        (torch.float32, 4, 4, 192, 128),
+    ],
+)
 def test_flex_on_cuda_equals_dense(dtype: torch.dtype, heads: int, kv_heads: int, width: int, value_width: int) -> None:
     lengths = [5, 300, 0, 1, 706]
     options = {"heads": heads, "kv_heads": kv_heads, "width": width, "value_width": value_width}
@@ -413,7 +421,7 @@ def test_flex_on_cuda_accepts_batches_and_changing_lengths() -> None:
 
 @pytest.mark.gpu
 def test_flex_on_cuda_takes_more_variants_than_dynamo_allows_by_default() -> None:
-    for width in range(16, 116, 8):
+    for width in range(16, 16 + 9 * 8, 8):  # torch's limit is 8
         q, k, v = (x.detach().cuda().bfloat16() for x in inputs(40, width=width, value_width=16))
         assert attention(q, k, v, backend="flex")[0].isfinite().all()
 

@@ -5,8 +5,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+import perilune.kernels.attnres.triton_mix  # noqa: F401  (registers attnres_mix)
 from perilune.kernels.attnres import merge, mix, phase1
-from perilune.kernels.attnres.triton import Bank, triton_merge_norm, triton_open
+from perilune.kernels.attnres.triton import Bank, Carried, triton_merge_norm, triton_open
 from perilune.kernels.norm import rms_norm
 
 EPS, NORM_EPS = 1e-6, 1e-4
@@ -59,7 +60,7 @@ def all_forms(sources: list[Tensor], queries: Tensor, gain: Tensor, backend: str
     [
         (1, (1,), 1, 1), (2, (3,), 1, 2), (1, (3,), 5, 3), (3, (17,), 5, 1), (9, (1,), 5, 4), (4, (2, 3), 64, 2),
         (5, (3,), 64, 4), (7, (1, 1, 1), 100, 3), (2, (17,), 100, 1), (6, (3,), 300, 1), (8, (1,), 300, 2),
-        (9, (1,), 1024, 1), (3, (1,), 1024, 3),
+        (9, (1,), 1024, 1), (3, (1,), 1024, 3), (12, (2,), 5, 1),
     ],
 )  # fmt: skip
 def test_triton_equals_the_definition_in_outputs_and_gradients(
@@ -148,15 +149,16 @@ class Network:
 
     def fused(self, run=lambda function, *inputs: function(*inputs)) -> Tensor:
         """`run` calls a sublayer; a test may wrap it."""
-        bank, running, pending = Bank(), self.embedding, None
+        bank, running, pending = Bank(), Carried(self.embedding), None
+        queries = torch.stack(self.queries)
         last = len(self.matrices)
         sizes = [min(self.block, last - start) for start in range(0, last, self.block)] + [1]
         for index in range(last + 1):
             if index % self.block == 0 or index == last:
                 if running is None:
-                    running, pending = pending, None
+                    running, pending = Carried(pending), None
                 bank, normed, mixes, log_sums = triton_open(
-                    bank, running, pending, torch.stack(self.queries[index:]), self.norms[index],
+                    bank, running, pending, queries, self.norms[index],
                     sizes=sizes[len(bank.sources) :], all_queries=last + 1, eps=EPS, norm_eps=NORM_EPS,
                 )  # fmt: skip
                 running = None
@@ -237,11 +239,11 @@ def test_a_second_backward_through_kept_graph_gives_the_same_gradients() -> None
 
 
 def test_operators_keep_the_rules_of_torch_library() -> None:
-    sources, query, _ = draw(2, (3,), 8, 2)
-    torch.library.opcheck(torch.ops.perilune.attnres_mix, (sources, query, EPS))
+    sources, query, gain = draw(2, (3,), 8, 2)
+    torch.library.opcheck(torch.ops.perilune.attnres_mix, (sources, query, gain, EPS))
     weight, lse = torch.ones(8, requires_grad=True), torch.zeros(3, requires_grad=True)
     arguments = (sources[0], sources[1], torch.ones(3, 8, requires_grad=True), lse, query[0], weight, EPS, EPS, 2)
-    torch.library.opcheck(torch.ops.perilune.attnres_merge, arguments)
+    torch.library.opcheck(torch.ops.perilune.attnres_merge, (*arguments, None, None))
 
 
 def test_wrong_input_is_named() -> None:

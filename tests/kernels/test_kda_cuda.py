@@ -32,7 +32,8 @@ def emulated(name: str, folder: Path, x: torch.dtype, known: int) -> Callable[..
     parameters = [each.strip() for each in re.sub(r"/\*.*?\*/", "", signature[1], flags=re.DOTALL).split(",")]
     names = ", ".join(parameter.split()[-1].lstrip("*") for parameter in parameters)
     entry = f'extern "C" void run(int gate, int blocks, int shared, {", ".join(parameters)})'
-    text += f"\n{entry} {{ GATE = gate; emu_run(blocks, shared, [=] {{ kda_{name}({names}); }}, {cuda.num_threads(name)}); }}\n"
+    body = f"emu_run(blocks, shared, [=] {{ kda_{name}({names}); }}, {cuda.num_threads(name)});"
+    text += f"\n{entry} {{ GATE = gate; {body} }}\n"
     program = folder / f"{name}_{known}_{str(x)[6:]}.cpp"
     program.write_text(f'#include "{HERE}/emulator.h"\n{text}')
     library = program.with_suffix(".so")
@@ -195,7 +196,8 @@ def test_the_recurrence_in_cuda_equals_that_in_triton(kernel, borders: tuple[int
     where = (runs.first_chunk, runs.num_chunks, *tables)
     kernel("scan")(
         0, programs, *(half[name] for name in ("W", "U", "to_end", "from_start")), P.bfloat16(), decay, *where,
-        runs.first_checkpoint, start, own_o, own_final, own_checkpoints, *strides(own_o), H, 1, 1, path.CHECKPOINT_EVERY,
+        runs.first_checkpoint, start, own_o, own_final, own_checkpoints, *strides(own_o), H, 1, 1,
+        path.CHECKPOINT_EVERY,
     )  # fmt: skip
     for got, want in ((own_o, o), (own_final, final), (own_checkpoints, checkpoints)):
         assert relative(got, want) < 6e-3

@@ -380,3 +380,22 @@ def test_on_cuda_graph_replay_and_compiled_call_equal_eager() -> None:
     slots.fill_(-1)
     graph.replay()
     assert not out.any() and torch.equal(graph_pools[1], eager_pools[1])
+
+
+@pytest.mark.gpu
+def test_on_cuda_steps_in_a_row_see_the_states_of_the_step_before() -> None:
+    # A launch may overlap with the end of the one before it; waiting in between must not change anything.
+    layer, tokens, pools, slots = gpu_case(64)
+    waiting_pools, graph_pools = (tuple(pool.clone() for pool in pools) for _ in range(2))
+    waiting = []
+    for _ in range(40):
+        waiting.append(step(layer, tokens, waiting_pools, slots))
+        torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = [step(layer, tokens, graph_pools, slots) for _ in waiting]
+    graph.replay()
+    in_a_row = [step(layer, tokens, pools, slots) for _ in waiting]
+    for others, other_pools in ((outputs, graph_pools), (in_a_row, pools)):
+        assert all(torch.equal(a, b) for a, b in zip(others, waiting))
+        assert all(torch.equal(a, b) for a, b in zip(other_pools, waiting_pools))

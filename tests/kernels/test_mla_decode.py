@@ -1,6 +1,7 @@
 """Absorbed MLA decoding over pages: every path against the definition, and what it promises about pages and lengths."""
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -236,6 +237,38 @@ def test_on_cuda_repeats_graph_replay_and_compiled_call_are_bitwise_equal(heads:
         graph.replay()
         shorter = attend(q, cache, table, own_lengths, latent, backend=backend)
         assert all(torch.equal(a, b) for a, b in zip(replayed, shorter))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [16, 64])
+def test_on_cuda_calls_in_a_row_see_what_was_written_before(heads: int) -> None:
+    # A launch may overlap with the end of the one before it; waiting in between must not change anything.
+    q, cache, table, lengths, latent = paged(
+        [5000, 300], heads=heads, latent=512, rope=64, page=64, dtype=torch.bfloat16, device="cuda"
+    )
+
+    def steps(backend: str, pause: Callable[[], None]) -> list[Tensor]:
+        own_q, own_lengths, outputs = q.clone(), lengths - 10, []
+        for _ in range(10):
+            o, _ = attend(own_q, cache, table, own_lengths, latent, backend=backend)
+            pause()
+            own_q[..., :latent] = o
+            own_lengths += 1
+            pause()
+            again, lse = attend(own_q, cache, table, own_lengths, latent, backend=backend)
+            pause()
+            outputs += [o, again, lse]
+        return outputs
+
+    for backend in gpu_backends(512, 64):
+        waiting = steps(backend, torch.cuda.synchronize)
+        in_a_row = steps(backend, lambda: None)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            replayed = steps(backend, lambda: None)
+        graph.replay()
+        for others in (in_a_row, replayed):
+            assert all(torch.equal(a, b) for a, b in zip(others, waiting))
 
 
 @pytest.mark.gpu

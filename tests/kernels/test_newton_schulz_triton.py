@@ -14,12 +14,13 @@ from perilune.kernels.triton_support import HAS_TRITON
 if not HAS_TRITON:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
-from perilune.kernels.newton_schulz import choice, fast, forms
-from perilune.kernels.newton_schulz.fast import _orthogonalize, fast_orthogonalize
-from perilune.kernels.newton_schulz.triton import Tiling, normalized_stack, symmetric_product
+from perilune.kernels.newton_schulz import choice, fast, forms, heads
+from perilune.kernels.newton_schulz.fast import fast_orthogonalize, orthogonalize_operator
+from perilune.kernels.newton_schulz.triton import SymmetricProducts, Tiling, normalized_stack, symmetric_product
 
-SHAPES = [(1, 1, 1), (2, 3, 5), (3, 17, 33), (1, 130, 70), (2, 70, 96)]
+SHAPES = [(1, 1, 1), (2, 3, 5), (3, 17, 33), (1, 130, 70), (2, 70, 96), (2, 96, 40), (2, 128, 64)]
 SMALL, LARGE = (Tiling(edge=edge, depth=32, warps=4, stages=2) for edge in (32, 64))
+WIDE = replace(SMALL, width=64)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 on_cpu = pytest.mark.skipif(DEVICE == "cuda", reason="Triton's interpreter runs where there is no GPU")
 JORDAN = COEFFICIENTS["jordan"]
@@ -31,8 +32,9 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
 
 
 def with_tiles(monkeypatch: pytest.MonkeyPatch, tiling: Tiling = LARGE) -> None:
-    """Small tiles, so that small matrices have several."""
+    """Small tiles, so that small matrices have several, and no kernel that holds them whole."""
     monkeypatch.setattr(choice, "tiling_for", lambda *shape: tiling)
+    monkeypatch.setattr(forms, "HEAD_ROWS", 0)
 
 
 def exact_iteration(x: Tensor, coefficients=JORDAN) -> Tensor:
@@ -46,10 +48,10 @@ def relative(got: Tensor, want: Tensor) -> float:
 @on_cpu
 @pytest.mark.parametrize("group", [1, 2], ids=["single", "grouped"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("tiling", [SMALL, LARGE], ids=["small", "large"])
+@pytest.mark.parametrize("tiling", [SMALL, WIDE, LARGE], ids=["small", "wide", "large"])
 def test_a_symmetric_product_equals_the_full_one_and_its_own_transpose(tiling, shape, group):
-    for tma in (False, True):
-        tiles = replace(tiling, group=group, tma=tma)
+    for tma, persistent in ((False, False), (True, False), (True, True)):
+        tiles = replace(tiling, group=group, tma=tma, persistent=persistent)
         x = normal(*shape)
         gram = symmetric_product(x, x, tiling=tiles)
         polynomial = symmetric_product(gram, gram, tiling=tiles, alpha=2.0, c_BNN=gram, beta=-3.0, diagonal=1.5)
@@ -84,6 +86,14 @@ def test_matrices_of_a_stack_do_not_see_each_other(tma):
     x[1] = torch.nan
     gram = symmetric_product(x, x, tiling=replace(LARGE, tma=tma))
     assert gram[1].isnan().all() and gram[[0, 2]].isfinite().all()
+
+
+@on_cpu
+def test_stacks_that_begin_anywhere_are_served(monkeypatch):
+    with_tiles(monkeypatch)
+    x = normalized_stack(normal(2, 20, 24), torch.float32)
+    moved = torch.empty(x.numel() + 1)[1:].view_as(x).copy_(x)
+    assert torch.equal(forms.iterate(moved, JORDAN, "symmetric"), forms.iterate(x, JORDAN, "symmetric"))
 
 
 @on_cpu
@@ -161,6 +171,37 @@ def test_the_gram_form_serves_every_set(name, monkeypatch):
 
 
 @on_cpu
+@pytest.mark.parametrize("shape", [(2, 1, 1), (3, 17, 100), (2, 70, 130), (1, 128, 192), (2, 9, 70)], ids=str)
+def test_segments_in_one_kernel_are_the_same_iteration(shape, monkeypatch):
+    x = normalized_stack(normal(*shape), torch.float32)
+    assert forms.fits_heads(shape[1], JORDAN)
+    got = forms.iterate(x.clone(), JORDAN, "gram")
+    product = x.new_empty(shape[0], shape[1], shape[1])
+    heads.segment_product(x, JORDAN[:3], product)
+    assert torch.equal(product, product.mT)
+    torch.testing.assert_close(got.double(), exact_iteration(x), rtol=0, atol=485 * 2**-20)
+    # Step by step: sums are ordered in other ways, so the two agree as far as each is exact.
+    with_tiles(monkeypatch)
+    torch.testing.assert_close(got, forms.iterate(x.clone(), JORDAN, "gram"), rtol=0, atol=485 * 2**-20)
+
+
+@on_cpu
+@pytest.mark.parametrize("name", COEFFICIENTS)
+def test_segments_in_one_kernel_serve_every_set(name):
+    x = normal(2, 24, 96)
+    got = fast_orthogonalize(x, COEFFICIENTS[name], torch.float32, "gram")
+    slope = math.prod(a for a, _, _ in COEFFICIENTS[name])
+    assert relative(got, exact_iteration(x, name)) < slope * 2**-20
+
+
+def test_what_one_program_cannot_hold_goes_by_products():
+    assert not forms.fits_heads(129, JORDAN)
+    slow = ((1.1, -0.2, 0.1),) * 5  # errors grow so little that no restart comes between these steps
+    assert forms.restarts(slow) == () and not forms.fits_heads(8, slow)
+    assert sum(map(len, forms.segments(JORDAN))) == len(JORDAN)
+
+
+@on_cpu
 def test_strided_input_and_leading_dimensions(monkeypatch):
     with_tiles(monkeypatch)
     x = normal(2, 3, 20, 64)[..., ::2]
@@ -216,9 +257,11 @@ def test_the_cost_of_a_form_is_what_it_multiplies(form, name, monkeypatch):
     rows, columns = 4, 12
     counts = {"outer": 0, "inner": 0, "wide": 0, "square": 0}
 
-    def count_symmetric(a, b, **options):
-        counts["outer" if a.shape[-1] == columns else "inner"] += 1
-        return symmetric_product(a, b, **options)
+    multiply = SymmetricProducts.__call__
+
+    def count_symmetric(products, a, b, out, **options):
+        counts["outer" if a.stack.shape[-1] == columns else "inner"] += 1
+        multiply(products, a, b, out, **options)
 
     class Counting(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, function, types, args=(), kwargs=None):
@@ -227,7 +270,7 @@ def test_the_cost_of_a_form_is_what_it_multiplies(form, name, monkeypatch):
                 counts["wide" if columns in (*left.shape, *right.shape) else "square"] += 1
             return function(*args, **(kwargs or {}))
 
-    monkeypatch.setattr("perilune.kernels.newton_schulz.triton.symmetric_product", count_symmetric)
+    monkeypatch.setattr(SymmetricProducts, "__call__", count_symmetric)
     with Counting():
         forms.iterate(normal(1, rows, columns) / 10, COEFFICIENTS[name], form)
     assert tuple(counts.values()) == forms.launches(COEFFICIENTS[name], form)
@@ -275,7 +318,7 @@ def test_the_choice_follows_the_shape():
 def test_the_operator_is_well_formed():
     for shape in ((2, 6, 9), (2, 9, 6)):
         flat = [value for step in JORDAN[:2] for value in step]
-        torch.library.opcheck(_orthogonalize, (normal(*shape), flat, torch.float32, "symmetric"))
+        torch.library.opcheck(orthogonalize_operator, (normal(*shape), flat, torch.float32, "symmetric"))
 
 
 # On a GPU
@@ -287,7 +330,7 @@ def test_the_operator_is_well_formed():
 def test_half_precision_products_are_rounded_once_and_symmetric_bit_by_bit(shape, dtype):
     batch, rows, columns = shape
     x = normal(*shape, dtype=dtype) / columns**0.5
-    gram_tiles, square_tiles = choice.tiling_for(*shape), choice.tiling_for(batch, rows, rows)
+    gram_tiles, square_tiles = choice.tiling_for(*shape, False), choice.tiling_for(batch, rows, rows, True)
     for _ in range(2):
         gram = symmetric_product(x, x, tiling=gram_tiles)
         polynomial = symmetric_product(gram, gram, tiling=square_tiles, alpha=2.0, c_BNN=gram, beta=-3.0, diagonal=1.5)

@@ -5,8 +5,12 @@ import torch
 from torch import Tensor
 
 from perilune.kernels.triton_support import why_not_triton
+from perilune.model.cache import MLACache
+from perilune.model.documents import Packing
 from perilune.model.kda import KDAConfig, KimiDeltaAttention
 from perilune.model.linear import Linear, SwiGLU, projections
+from perilune.model.mla import LatentAttention, MLAConfig
+from perilune.model.rope import RopeConfig
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 needs_triton = pytest.mark.skipif(why_not_triton(torch.empty(0, device=DEVICE)) is not None, reason="Triton cannot run")
@@ -55,6 +59,92 @@ def test_results_that_nobody_uses_cost_no_gradient() -> None:
     torch.testing.assert_close(dx, expected, rtol=1e-5, atol=1e-5)
 
 
+def latent_layer(config: MLAConfig, hidden_size: int = 10) -> LatentAttention:
+    torch.manual_seed(0)
+    layer = LatentAttention(hidden_size, config).to(DEVICE)
+    with torch.no_grad():
+        layer.kv_a_layernorm.weight.uniform_(0.5, 1.5)
+    return layer
+
+
+def latent_inputs(layer: LatentAttention, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values product by product."""
+    q, latent, k_rope = layer._compressed(x, Packing())
+    return q, *layer._expand(latent, k_rope)
+
+
+def all_of_latent(layer: LatentAttention, x: Tensor, inputs) -> list[Tensor]:
+    """q, k and v, then the gradients of x and of every parameter they depend on."""
+    results = inputs(x)
+    generator = torch.Generator().manual_seed(1)
+    gradients = [torch.randn(y.shape, generator=generator).to(y) for y in results]
+    sources = [parameter for name, parameter in layer.named_parameters() if not name.startswith("o_proj")]
+    return [*results, *torch.autograd.grad(results, [x, *sources], gradients)]
+
+
+# Widths off powers of two, no shared part, a compressed query, one head, more tokens than a tile of latents holds.
+@needs_triton
+@pytest.mark.parametrize(
+    ("heads", "own", "shared", "q_rank", "rank", "tokens"),
+    [
+        (3, 5, 3, None, 12, 11),
+        (3, 5, 0, None, 12, 11),
+        (2, 4, 6, 7, 16, 5),
+        (1, 8, 2, None, 3, 1500),
+        (5, 1, 1, 1, 1, 1),
+    ],
+)
+def test_keys_and_values_at_once_are_those_of_the_products(heads, own, shared, q_rank, rank, tokens) -> None:
+    config = MLAConfig(
+        num_attention_heads=heads, q_lora_rank=q_rank, kv_lora_rank=rank, qk_nope_head_dim=own,
+        qk_rope_head_dim=shared, v_head_dim=7,
+    )  # fmt: skip
+    layer = latent_layer(config)
+    x = torch.randn(2, tokens, 10, device=DEVICE, requires_grad=True)
+    ours = all_of_latent(layer, x, layer._inputs_at_once)
+    for mine, right in zip(ours, all_of_latent(layer, x, lambda x: latent_inputs(layer, x)), strict=True):
+        # float32 sums over at most 2 x tokens rows in another order, whose errors add up at random
+        bound = 8 * 2.0**-24 * (1 + (2 * tokens) ** 0.5)
+        assert (mine - right).norm() <= bound * max(right.norm().item(), 1.0)
+
+
+@needs_triton
+def test_no_tokens_give_no_keys_and_zero_gradients() -> None:
+    layer = latent_layer(MLAConfig(num_attention_heads=2, kv_lora_rank=4, qk_nope_head_dim=3, v_head_dim=2))
+    x = torch.empty(2, 0, 10, device=DEVICE, requires_grad=True)
+    q, k, v, dx, *gradients = all_of_latent(layer, x, layer._inputs_at_once)
+    assert q.shape == k.shape == (2, 0, 2, 19) and v.shape == (2, 0, 2, 2) and dx.shape == x.shape
+    assert all((gradient == 0).all() for gradient in gradients)
+
+
+@needs_triton
+def test_keys_alone_give_the_gradient_of_keys() -> None:
+    layer = latent_layer(MLAConfig(num_attention_heads=2, kv_lora_rank=4, qk_nope_head_dim=3, v_head_dim=2))
+    x = torch.randn(1, 6, 10, device=DEVICE, requires_grad=True)
+    (dx,) = torch.autograd.grad(layer._inputs_at_once(x)[1].square().sum(), x)
+    (expected,) = torch.autograd.grad(latent_inputs(layer, x)[1].square().sum(), x)
+    torch.testing.assert_close(dx, expected, rtol=1e-5, atol=1e-5)
+
+
+@needs_triton
+def test_the_operator_of_latent_inputs_passes_the_library_checks() -> None:
+    layer = latent_layer(MLAConfig(num_attention_heads=2, kv_lora_rank=4, qk_nope_head_dim=3, v_head_dim=2))
+    weights = (layer.kv_a_proj_with_mqa.weight, layer.kv_a_layernorm.weight, layer.kv_b_proj.weight)
+    x = torch.randn(1, 3, 10, device=DEVICE, requires_grad=True)
+    for q_weights in ([], [layer.q_proj.weight]):
+        torch.library.opcheck(torch.ops.perilune.mla_inputs.default, (x, q_weights, *weights, 2, 2, 1e-6))
+
+
+def test_layers_that_rotate_or_keep_latents_take_the_products() -> None:
+    layer = latent_layer(MLAConfig())
+    x = torch.randn(1, 3, 10, device=DEVICE)
+    assert not layer._takes_inputs_at_once(x, None)  # float32
+    if DEVICE == "cuda":
+        assert layer._takes_inputs_at_once(x.bfloat16(), None)
+        assert not layer._takes_inputs_at_once(x.bfloat16(), MLACache())
+        assert not latent_layer(MLAConfig(rope=RopeConfig()))._takes_inputs_at_once(x.bfloat16(), None)
+
+
 def test_stacked_projections_equal_separate_ones() -> None:
     torch.manual_seed(0)
     x = torch.randn(2, 5, 8, device=DEVICE, requires_grad=True)
@@ -86,6 +176,25 @@ def test_a_bfloat16_layer_stays_near_float32_and_compiles(full_rank) -> None:
             assert (mine.float() - right).norm() / right.norm() < 6 * 2**-9 * 2
     compiled = everything(layer, half, torch.compile(layer._inputs_at_once, fullgraph=True))
     assert all(torch.equal(a, b) for a, b in zip(ours, compiled, strict=True) if a is not None)
+
+
+@pytest.mark.gpu
+def test_a_bfloat16_latent_layer_stays_near_float32_repeats_itself_and_compiles() -> None:
+    config = MLAConfig(
+        num_attention_heads=8, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128
+    )
+    layer = latent_layer(config, 256)
+    x = torch.randn(2, 300, 256, device="cuda")
+    exact = all_of_latent(layer, x.requires_grad_(), lambda x: latent_inputs(layer, x))
+    half = x.detach().bfloat16().requires_grad_()
+    assert layer._takes_inputs_at_once(half, None)
+    ours = all_of_latent(layer, half, layer._inputs_at_once)
+    for mine, right in zip(ours, exact, strict=True):
+        # x, weights, products, the norm and results are each rounded to 8 bits, two products deep.
+        assert (mine.float() - right).norm() / right.norm() < 7 * 2**-9 * 2
+    again = all_of_latent(layer, half, layer._inputs_at_once)
+    compiled = all_of_latent(layer, half, torch.compile(layer._inputs_at_once, fullgraph=True))
+    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(ours, again, compiled, strict=True))
 
 
 @pytest.mark.gpu

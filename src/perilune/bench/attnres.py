@@ -1,8 +1,8 @@
 """Attention Residuals: the mix beside fla's, and what blocks of them cost in a training step.
 
-"mix": n sources of 16,384 x 2,048 in bfloat16, forward and backward, gradients of sources, query and gain. The floor is
-bytes over measured copy bandwidth: sources and mix once forward; sources, gradient of the mix and gradients of the
-sources once backward.
+"mix": n sources of 16,384 x 2,048 in bfloat16, forward and backward, gradients of sources, query and gain, as single
+calls and in a CUDA graph. The floor is bytes over measured copy bandwidth: sources and mix once forward; sources,
+gradient of the mix and gradients of the sources once backward.
 
 "blocks": a chain of sublayers tanh(x W) around block Attention Residuals against the definition in float64, in output
 and gradients, beside the same chain of plain torch operators in bfloat16.
@@ -70,24 +70,25 @@ def _mix(bench: Bench, case: str, num_sources: int, tokens: int, width: int) -> 
     d_mix = normal(tokens, width).to(dtype)
     _check_mix(bench, case, sources, query, gain, d_mix, backend)
 
-    ours, theirs = (
-        _timed(bench, lambda: mix(sources, query, gain=gain, eps=EPS, backend=backend), d_mix, [*sources, query, gain]),
-        None,
-    )
+    leaves = [*sources, query, gain]
+    theirs = None
+    ours = _timed(bench, case, lambda: mix(sources, query, gain=gain, eps=EPS, backend=backend), d_mix, leaves)
     fla = peers.optional("fla.ops.attnres", bench) if bench.is_gpu else None
     if fla is not None:
         rounded = [query.detach().to(dtype).requires_grad_(), gain.detach().to(dtype).requires_grad_()]
         with peers.parallel_tuning():
             theirs = _timed(
                 bench,
+                f"{case}, fla",
                 lambda: fla.fused_attnres(rounded[0], sources, rounded[1], rms_eps=EPS),
                 d_mix,
                 [*sources, *rounded],
             )
     row_bytes = tokens * width * d_mix.element_size()
-    for index, (metric, rows) in enumerate([("forward", num_sources + 1), ("forward + backward", 3 * num_sources + 2)]):
+    for metric, mine in ours.items():
+        rows = num_sources + 1 if "backward" not in metric else 3 * num_sources + 2
         floor = rows * row_bytes / bench.copy_bandwidth * 1e3
-        bench.add(case, metric, "ms", ours[index], {"fla": None if theirs is None else theirs[index]}, floor=floor)
+        bench.add(case, metric, "ms", mine, {"fla": None if theirs is None else theirs.get(metric)}, floor=floor)
 
 
 def _check_mix(
@@ -106,11 +107,22 @@ def _check_mix(
     bench.check(case, grads[-1], right_grads[-1], LIMIT, "dgain")
 
 
-def _timed(bench: Bench, forward: Callable[[], Tensor], d_output: Tensor, leaves: list[Tensor]) -> tuple[float, float]:
-    return (
-        bench.time(forward),
-        bench.time(lambda: torch.autograd.grad(forward(), leaves, d_output)),
-    )
+def _timed(
+    bench: Bench, case: str, forward: Callable[[], Tensor], d_output: Tensor, leaves: list[Tensor]
+) -> dict[str, float]:
+    """As single calls, where the host may be the slower side, and in a CUDA graph, where only the GPU takes time."""
+
+    def both() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(forward(), leaves, d_output)
+
+    times = {"forward": bench.time(forward), "forward + backward": bench.time(both)}
+    if bench.is_gpu:
+        try:
+            for metric, function in zip(list(times), (forward, both)):
+                times[f"{metric}, in a CUDA graph"] = bench.time_graph(function)
+        except RuntimeError as error:
+            bench.note(f"{case}: not captured in a CUDA graph ({str(error).partition(chr(10))[0]})")
+    return times
 
 
 # Whole blocks ---------------------------------------------------------------------------------------------------------

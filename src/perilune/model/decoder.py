@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from perilune.kernels.embedding import embed
 from perilune.model.cache import DecodeCache, KDACache, MLACache
 from perilune.model.config import ComputeDtype, ModelConfig
 from perilune.model.documents import Packing, positions_of
@@ -99,7 +100,7 @@ class Decoder(nn.Module):
         rotates = self.config.mla.rope is not None
         positions = positions_of(tokens_BT, cu_seqlens, start) if rotates else None
         packing = Packing(cu_seqlens=cu_seqlens, positions=positions)
-        stream = self._open(self.embed_tokens(tokens_BT).to(self.compute_dtype))
+        stream = self._open(embed(tokens_BT, self.embed_tokens.weight, self.compute_dtype))
         for index, layer in enumerate(self.layers):
             stream = layer(stream, packing, None if cache is None else cache.layers[index])
         if cache is not None:

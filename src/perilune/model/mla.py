@@ -18,9 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from perilune.kernels.attention import attention
+from perilune.kernels.triton_support import why_not_triton
 from perilune.model.cache import MLACache
 from perilune.model.documents import Packing
-from perilune.model.linear import Linear, RMSNorm
+from perilune.model.linear import Linear, RMSNorm, takes_one_product
+from perilune.model.mla_inputs import mla_inputs
 from perilune.model.rope import RopeConfig, rotate, rotation, softmax_scale_factor
 from perilune.optim.heads import MaxLogitRecorder, QKHeads, mla_heads
 from perilune.optim.matrices import ColumnBlocks, Layout, RowBlocks
@@ -78,6 +80,55 @@ class LatentAttention(nn.Module):
         self.max_logit = MaxLogitRecorder(heads, self)
 
     def forward(self, x_BTD: Tensor, packing: Packing, cache: MLACache | None = None) -> Tensor:
+        if self._takes_inputs_at_once(x_BTD, cache):
+            q, k, v = self._inputs_at_once(x_BTD)
+        else:
+            q, latent, k_rope = self._compressed(x_BTD, packing)
+            if cache is not None:
+                latent, k_rope = cache.append(torch.cat([latent, k_rope], dim=-1)).split(
+                    [self.config.kv_lora_rank, self.config.qk_rope_head_dim], dim=-1
+                )
+                if x_BTD.shape[1] == 1:
+                    return self.o_proj(self._absorbed(q, latent, k_rope))
+            k, v = self._expand(latent, k_rope)
+        o, max_logit, is_bound = attention(
+            q,
+            k,
+            v,
+            scale=self.scale,
+            cu_seqlens=packing.cu_seqlens,
+            clip_threshold=self.max_logit.clip_threshold if self.training else None,
+        )
+        self.max_logit.update(max_logit, is_bound)
+        return self.o_proj(o.flatten(-2))
+
+    def _takes_inputs_at_once(self, x_BTD: Tensor, cache: MLACache | None) -> bool:
+        """Where the one operator runs: it rotates nothing, and hands out no latents to keep."""
+        weights = (linear.weight for linear in self.children() if isinstance(linear, Linear))
+        return (
+            cache is None
+            and self.config.rope is None
+            and takes_one_product(x_BTD, *weights)
+            and why_not_triton(x_BTD) is None
+        )
+
+    def _inputs_at_once(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        config = self.config
+        q, k, v = mla_inputs(
+            x_BTD,
+            q_weight=self.q_proj.weight if config.q_lora_rank is None else None,
+            kv_a_weight=self.kv_a_proj_with_mqa.weight,
+            norm_weight=self.kv_a_layernorm.weight,
+            kv_b_weight=self.kv_b_proj.weight,
+            num_heads=config.num_attention_heads,
+            v_head_dim=config.v_head_dim,
+            eps=self.kv_a_layernorm.eps,
+        )
+        return (self._queries(x_BTD) if q is None else q), k, v
+
+    def _compressed(self, x_BTD: Tensor, packing: Packing) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [B, T, H, E], latents [B, T, R] and the key part that the heads share, both rotated if positions
+        are."""
         config = self.config
         q = self._queries(x_BTD)
         latent, k_rope = self.kv_a_proj_with_mqa(x_BTD).split([config.kv_lora_rank, config.qk_rope_head_dim], dim=-1)
@@ -88,22 +139,7 @@ class LatentAttention(nn.Module):
             cos, sin = rotation(config.rope, packing.positions, config.qk_rope_head_dim)
             q = torch.cat([q_nope, rotate(q_rope, cos, sin, interleaved=config.rope.interleaved)], dim=-1)
             k_rope = rotate(k_rope.unsqueeze(-2), cos, sin, interleaved=config.rope.interleaved).squeeze(-2)
-
-        if cache is not None:
-            latent, k_rope = cache.append(torch.cat([latent, k_rope], dim=-1)).split(
-                [config.kv_lora_rank, config.qk_rope_head_dim], dim=-1
-            )
-            if x_BTD.shape[1] == 1:
-                return self.o_proj(self._absorbed(q, latent, k_rope))
-        o, max_logit, is_bound = attention(
-            q,
-            *self._expand(latent, k_rope),
-            scale=self.scale,
-            cu_seqlens=packing.cu_seqlens,
-            clip_threshold=self.max_logit.clip_threshold if self.training else None,
-        )
-        self.max_logit.update(max_logit, is_bound)
-        return self.o_proj(o.flatten(-2))
+        return q, latent, k_rope
 
     def _queries(self, x_BTD: Tensor) -> Tensor:
         if self.config.q_lora_rank is None:

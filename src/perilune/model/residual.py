@@ -28,7 +28,7 @@ from perilune.model.linear import RMSNorm
 from perilune.optim.matrices import Adam, Layout
 
 if TYPE_CHECKING:
-    from perilune.kernels.attnres.triton import Bank
+    from perilune.kernels.attnres.triton import Bank, Carried
 
 
 class AttentionResidual(nn.Module):
@@ -65,15 +65,18 @@ class Stream(NamedTuple):
     block: int = 1
     site: int = 0
     ahead: tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None = None
-    """Phase 1 of the open block: for each of its sites, the output over the bank and the log-sum-exp. Fused: for each
-    but the first."""
+    """Phase 1 of the open block: for each of its sites, the output over the bank and the log-sum-exp."""
     eps: float = 1e-6
     fused: bool = False
     """Addition, mix and norm run as one kernel. Decided once: the gradients of the bank take another way then."""
     fused_bank: "Bank | None" = None
     """Fused: takes the place of `bank`."""
-    later_queries: tuple[Tensor, ...] = ()
-    """Fused: for each block, the folded queries of its sites and all later ones [Q, d]."""
+    fused_running: "Carried | None" = None
+    """Fused: takes the place of `running` while a block is open."""
+    fused_ahead: "tuple[list[Carried], list[Tensor]] | None" = None
+    """Fused: takes the place of `ahead`, for each site of the block but the first."""
+    all_queries: Tensor | None = None
+    """Fused: the folded queries of all sites [Q, d]."""
     block_sizes: tuple[int, ...] = ()
     """Fused: sites of each block, then 1 for the output."""
 
@@ -137,28 +140,33 @@ class Stream(NamedTuple):
         return normed, self._replace(running=total, pending=None)
 
     def _read_fused(self, norm: RMSNorm) -> tuple[Tensor, "Stream"]:
-        from perilune.kernels.attnres.triton import Bank, triton_merge_norm, triton_open
+        from perilune.kernels.attnres.triton import Bank, Carried, triton_merge_norm, triton_open
 
         bank = Bank() if self.fused_bank is None else self.fused_bank
         offset = self.site % self.block
         if offset and self.site < len(self.queries) - 1:
-            assert self.pending is not None and self.ahead is not None
-            outputs, log_sums = self.ahead
+            assert self.pending is not None and self.fused_ahead is not None
+            outputs, log_sums = self.fused_ahead
             total, normed = triton_merge_norm(
-                self.running, self.pending, outputs[offset - 1], log_sums[offset - 1], self.queries[self.site],
+                self.fused_running, self.pending, outputs[offset - 1], log_sums[offset - 1], self.queries[self.site],
                 norm.weight, eps=self.eps, norm_eps=norm.eps, num_sources=len(bank.sources),
             )  # fmt: skip
-            return normed, self._replace(running=total, pending=None, site=self.site + 1)
-        running, pending = (self.pending, None) if self.running is None else (self.running, self.pending)
-        assert running is not None
-        index = len(bank.sources)
+            return normed, self._replace(fused_running=total, pending=None, site=self.site + 1)
+        running, pending = self.fused_running, self.pending
+        if running is None:
+            # Nothing to add: the embedding, or the only output of its block.
+            embedding_or_output = self.running if self.pending is None else self.pending
+            assert embedding_or_output is not None
+            running, pending = Carried(embedding_or_output), None
+        assert self.all_queries is not None
         bank, normed, outputs, log_sums = triton_open(
-            bank, running, pending, self.later_queries[index], norm.weight, sizes=self.block_sizes[index:],
+            bank, running, pending, self.all_queries, norm.weight, sizes=self.block_sizes[len(bank.sources) :],
             all_queries=len(self.queries), eps=self.eps, norm_eps=norm.eps,
         )  # fmt: skip
         return normed, self._replace(
-            fused_bank=bank, running=None, pending=None, ahead=(tuple(outputs), tuple(log_sums)), site=self.site + 1
-        )
+            fused_bank=bank, running=None, fused_running=None, pending=None, fused_ahead=(outputs, log_sums),
+            site=self.site + 1,
+        )  # fmt: skip
 
 
 def plain_stream(embedding: Tensor) -> Stream:
@@ -179,7 +187,7 @@ def attnres_stream(
     folded = torch.stack([site.gain for site in sites]) * torch.stack([site.query for site in sites])
     return stream._replace(
         queries=folded.unbind(0),
-        later_queries=tuple(folded[start:] for start in range(0, sublayers, block_sublayers)) + (folded[-1:],),
+        all_queries=folded,
         block_sizes=(*sizes, 1),
         fused=True,
     )

@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import triton
@@ -23,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from perilune.kernels.newton_schulz import triton as stacked
+from perilune.kernels.newton_schulz.launch import Launch, device_of, is_aligned
 from perilune.kernels.newton_schulz.triton import scale_tile
 from perilune.optim.matrices import Layout, blocks
 from perilune.optim.stacks import FUSED_STACK_ELEMENTS, Stack, plan_stacks
@@ -221,20 +223,40 @@ class Part:
         self, gradient: Tensor, settings: Tensor, stack_BNM: Tensor, exponents: Tensor, squares: Tensor, nesterov: bool
     ) -> None:
         _, rows, columns = stack_BNM.shape
-        _direction_kernel[(exponents.shape[1], len(self.slots))](
+        kind = (settings.device, gradient.dtype, stack_BNM.dtype, rows, columns, len(self.slots))
+        kind += (nesterov, self.turned, self.momentum_aligned and self.gradient_aligned)
+        launch = _direction_launch(*kind, is_aligned(gradient), is_aligned(self.momentum))
+        launch(
             gradient, self.momentum, self.table, self.gradient_table, settings, stack_BNM, exponents, squares,
-            rows, columns, NESTEROV=nesterov, TURNED=self.turned,
-            ALIGNED=self.momentum_aligned and self.gradient_aligned,
-            TILE_ROWS=stacked.TILE_ROWS, TILE_COLUMNS=stacked.TILE_COLUMNS, num_warps=stacked.TILE_WARPS,
+            rows, columns,
         )  # fmt: skip
 
     def update(self, settings: Tensor, stack_BNM: Tensor, factor: float) -> None:
         _, rows, columns = stack_BNM.shape
-        _update_kernel[(stacked.num_tiles(rows, columns), len(self.slots))](
-            self.parameter, self.table, settings, stack_BNM, rows, columns, factor,
-            TURNED=self.turned, ALIGNED=self.parameter_aligned,
-            TILE_ROWS=stacked.TILE_ROWS, TILE_COLUMNS=stacked.TILE_COLUMNS, num_warps=stacked.TILE_WARPS,
-        )  # fmt: skip
+        kind = (settings.device, self.parameter.dtype, stack_BNM.dtype, rows, columns, len(self.slots))
+        kind += (self.turned, self.parameter_aligned)
+        launch = _update_launch(*kind, is_aligned(self.parameter), is_aligned(stack_BNM))
+        launch(self.parameter, self.table, settings, stack_BNM, rows, columns, factor)
+
+
+@lru_cache(maxsize=1024)
+def _direction_launch(
+    device: torch.device, gradient_dtype: torch.dtype, dtype: torch.dtype, rows: int, columns: int, members: int,
+    nesterov: bool, turned: bool, offsets_are_aligned: bool, gradient_is_aligned: bool, momentum_is_aligned: bool,
+) -> Launch:  # fmt: skip
+    constants = {"NESTEROV": nesterov, "TURNED": turned, "ALIGNED": offsets_are_aligned, **stacked.TILE_CONSTANTS}
+    grid = (stacked.num_tiles(rows, columns), members)
+    return Launch(_direction_kernel, grid, constants, num_warps=stacked.TILE_WARPS)
+
+
+@lru_cache(maxsize=1024)
+def _update_launch(
+    device: torch.device, parameter_dtype: torch.dtype, dtype: torch.dtype, rows: int, columns: int, members: int,
+    turned: bool, offsets_are_aligned: bool, parameter_is_aligned: bool, stack_is_aligned: bool,
+) -> Launch:  # fmt: skip
+    constants = {"TURNED": turned, "ALIGNED": offsets_are_aligned, **stacked.TILE_CONSTANTS}
+    grid = (stacked.num_tiles(rows, columns), members)
+    return Launch(_update_kernel, grid, constants, num_warps=stacked.TILE_WARPS)
 
 
 class FusedStack:
@@ -259,14 +281,14 @@ class FusedStack:
         tiles = stacked.num_tiles(stack.rows, stack.columns)
         exponents = torch.empty(len(stack.members), tiles, dtype=torch.int32, device=device)
         squares = torch.empty(len(stack.members), tiles, dtype=torch.float32, device=device)
-        with torch.cuda.device_of(settings):
+        with device_of(settings):
             for part in self._parts:
                 part.direction(gradients[part.slots[0]], settings, stack_BNM, exponents, squares, nesterov)
         return stacked.normalize(stack_BNM, exponents, squares)
 
     def update(self, settings: Tensor, orthogonal_BNM: Tensor) -> None:
         """Decay the parameters and move them along the stack."""
-        with torch.cuda.device_of(settings):
+        with device_of(settings):
             for part in self._parts:
                 part.update(settings, orthogonal_BNM, self.stack.rms_factor)
 

@@ -190,8 +190,7 @@ def _max_kernel(
         tl.store(is_bound + head, ((enough > found) & (_number_of(enough) > float("-inf"))).to(tl.int8))
 
 
-@torch.library.custom_op("perilune::max_logits", mutates_args=())
-def _max_logits(
+def _launch(
     q: Tensor, k: Tensor, lse: Tensor, cu_seqlens: Tensor | None, scale: float, threshold: float
 ) -> tuple[Tensor, Tensor]:
     batch, length, num_heads, width = q.shape
@@ -230,6 +229,9 @@ def _max_logits(
     return max_logit, is_bound
 
 
+_max_logits = torch.library.custom_op("perilune::max_logits", mutates_args=())(_launch)
+
+
 @_max_logits.register_fake
 def _(q: Tensor, k: Tensor, lse: Tensor, cu_seqlens: Tensor | None, scale: float, threshold: float):
     return q.new_empty(q.shape[2], dtype=torch.float32), q.new_empty(q.shape[2], dtype=torch.bool)
@@ -253,4 +255,6 @@ def max_logits(
             f"q {tuple(q.shape)}"
         )
     cu_seqlens = borders_on(q.device, cu_seqlens)
-    return torch.ops.perilune.max_logits(q.detach(), k.detach(), lse_BHT.detach(), cu_seqlens, scale, threshold)
+    # The operator is for whoever traces: to call it costs the host more than the kernel costs the device.
+    find = _max_logits if torch.compiler.is_compiling() else _launch
+    return find(q.detach(), k.detach(), lse_BHT.detach(), cu_seqlens, scale, threshold)

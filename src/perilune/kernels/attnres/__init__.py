@@ -2,8 +2,8 @@
 
 `mix` reads all sources in one pass. `phase1` and `merge` are the same sum in two steps: the S queries of a block
 against the finished blocks at once, then a cheap merge with the running block sum. `reference.py` defines them,
-`dense.py` runs on any device, `triton.py` on CUDA. `fused_block_takes` says whether a network can use the operators of
-`triton.py` that fuse both steps with the residual addition and the RMSNorm around them.
+`dense.py` runs on any device, `triton_mix.py` on CUDA. `fused_block_takes` says whether a network can use the operators
+of `triton.py` that fuse both steps with the residual addition and the RMSNorm around them.
 
 Triton is taken by default on a GPU that can run it.
 """
@@ -34,8 +34,11 @@ def _check(sources: Sequence[Tensor], query: Tensor, gain: Tensor | None, *, que
     width = query.shape[-1]
     if not sources:
         raise ValueError("sources=[] is empty: a mix needs at least one source (the embedding)")
+    shape, dtype = sources[0].shape, sources[0].dtype
+    if len(shape) and shape[-1] == width and all(source.shape == shape and source.dtype == dtype for source in sources):
+        return
     for index, source in enumerate(sources):
-        if source.shape != sources[0].shape or source.dtype != sources[0].dtype or source.shape[-1] != width:
+        if source.shape != shape or source.dtype != dtype or source.shape[-1:] != query.shape[-1:]:
             raise ValueError(
                 f"sources[{index}] is {source.dtype} {tuple(source.shape)}: expected {sources[0].dtype} "
                 f"{(*sources[0].shape[:-1], width)}, as sources[0] and the width of the query say"
@@ -50,9 +53,20 @@ def _why_not_triton(source: Tensor, num_sources: int) -> str | None:
     return why_not_triton(source)
 
 
+_TAKEN: dict[tuple[torch.device, torch.dtype], bool] = {}
+
+
 def fused_block_takes(source: Tensor, num_sources: int) -> bool:
     """Whether `triton_open` and `triton_merge_norm` of `triton.py` serve such sources; on CPU they do not."""
-    return source.is_cuda and not INTERPRETED and _why_not_triton(source, num_sources) is None
+    if INTERPRETED or num_sources > MAX_SOURCES or not source.is_cuda:
+        return False
+    if torch.compiler.is_compiling():
+        return _why_not_triton(source, num_sources) is None
+    # Asked with every call, and properties of a device take the host as long as a launch.
+    kind = (source.device, source.dtype)
+    if kind not in _TAKEN:
+        _TAKEN[kind] = _why_not_triton(source, num_sources) is None
+    return _TAKEN[kind]
 
 
 def _chosen(backend: str | None, source: Tensor, num_sources: int) -> str:
@@ -60,7 +74,9 @@ def _chosen(backend: str | None, source: Tensor, num_sources: int) -> str:
         raise ValueError(f"backend={backend!r} is unknown: expected 'dense', 'reference', 'triton' or None to choose")
     if backend is None:
         return "triton" if fused_block_takes(source, num_sources) else "dense"
-    if backend == "triton" and (reason := _why_not_triton(source, num_sources)) is not None:
+    if backend != "triton" or fused_block_takes(source, num_sources):
+        return backend
+    if (reason := _why_not_triton(source, num_sources)) is not None:
         raise ValueError(f"backend='triton' cannot run: {reason}")
     return backend
 
@@ -69,14 +85,6 @@ def _direction(query: Tensor, gain: Tensor | None, dtype: torch.dtype) -> Tensor
     """Only the product gain * query enters the scores; autograd carries its gradient to both."""
     query = query.to(compute_dtype(dtype))
     return query if gain is None else query * gain.to(query.dtype)
-
-
-def _fast_phase1(backend: str, sources: list[Tensor], u_SD: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    if backend == "dense":
-        return dense_phase1(sources, u_SD, eps)
-    from perilune.kernels.attnres.triton import triton_phase1
-
-    return triton_phase1(sources, u_SD, eps)
 
 
 @full_precision
@@ -93,7 +101,11 @@ def phase1(
     backend = _chosen(backend, sources[0], len(sources))
     if backend == "reference":
         return reference_phase1(sources, queries, gain=gain, eps=eps)
-    return _fast_phase1(backend, list(sources), _direction(queries, gain, sources[0].dtype), eps)
+    if backend == "triton":
+        from perilune.kernels.attnres.triton_mix import triton_phase1
+
+        return triton_phase1(list(sources), queries, gain, eps)
+    return dense_phase1(list(sources), _direction(queries, gain, sources[0].dtype), eps)
 
 
 @full_precision
@@ -108,7 +120,11 @@ def mix(
     backend = _chosen(backend, sources[0], len(sources))
     if backend == "reference":
         return reference_mix(sources, query, gain=gain, eps=eps)
-    mixes, _ = _fast_phase1(backend, list(sources), _direction(query, gain, sources[0].dtype)[None], eps)
+    if backend == "triton":
+        from perilune.kernels.attnres.triton_mix import triton_mix
+
+        return triton_mix(list(sources), query, gain, eps)
+    mixes, _ = dense_phase1(list(sources), _direction(query, gain, sources[0].dtype)[None], eps)
     return mixes.squeeze(0)
 
 

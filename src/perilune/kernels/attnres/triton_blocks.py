@@ -14,15 +14,15 @@ from perilune.kernels.attnres.triton_kernels import _source_pointers, _sum_pair,
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def source_forward(
-    running_ptr, x_ptr, u_ptr, source_ptr, score_ptr, scores, log_sums, kept_ptr, num_tokens, eps,
+    running_ptr, x_ptr, u_ptr, u_rest_ptr, source_ptr, score_ptr, scores, log_sums, kept_ptr, num_tokens, eps,
     WIDTH: tl.constexpr, QUERIES: tl.constexpr, START: tl.constexpr, TOTAL: tl.constexpr, SIZE: tl.constexpr,
     OLD_SOURCES: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, QUERY_BLOCK: tl.constexpr,
     ADD: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """source = running + x (ADD) or running; its scores for the queries START, START + 1, ... and its inverse RMS.
 
-    Both go to score [token, TOTAL + 1], the inverse RMS last. SPLIT: queries are float32 and sources are not, so the
-    product takes a query as the sum of two numbers of the sources' dtype.
+    Both go to score [token, TOTAL + 1], the inverse RMS last. SPLIT: queries are float32 and sources are not, so they
+    come as sums of two numbers of the sources' dtype.
 
     The first SIZE queries are those of the block that opens. Their softmax over this source and OLD_SOURCES others,
     whose `scores` are known, is taken here: weights and scores to kept [token, query, 2, source], log-sum-exps.
@@ -43,11 +43,11 @@ def source_forward(
             source = (source.to(tl.float32) + x.to(tl.float32)).to(source.dtype)
             tl.store(source_ptr + offsets, source, mask=mask)
         place = queries[:, None] * WIDTH + columns[None, :]
-        u = tl.load(u_ptr + place, mask=(queries < QUERIES)[:, None] & inside[None, :], other=0.0)
-        rounded = u.to(source.dtype)
-        dots = tl.dot(source, tl.trans(rounded), dots, input_precision="ieee")
+        of_query = (queries < QUERIES)[:, None] & inside[None, :]
+        u = tl.load(u_ptr + place, mask=of_query, other=0.0)
+        dots = tl.dot(source, tl.trans(u), dots, input_precision="ieee")
         if SPLIT:
-            rest = (u - rounded.to(tl.float32)).to(source.dtype)
+            rest = tl.load(u_rest_ptr + place, mask=of_query, other=0.0)
             dots = tl.dot(source, tl.trans(rest), dots, input_precision="ieee")
         wide = source.to(tl.float32)
         square += tl.sum(wide * wide, axis=1)
@@ -79,6 +79,25 @@ def source_forward(
         )
 
 
+@triton.jit(do_not_specialize=["num_tokens"])
+def gather_coefficients(
+    parts, sizes, out_ptr, num_tokens, TOKENS: tl.constexpr, QUERY_BLOCK: tl.constexpr, PARTS: tl.constexpr
+):
+    """C [token, QUERY_BLOCK] from its parts [token, size], one from each reader; zero past the last query."""
+    tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]
+    queries = tl.arange(0, QUERY_BLOCK)[None, :]
+    start = sizes[0]
+    pointers = parts[0] + queries
+    strides = sizes[0] + queries * 0
+    for i in tl.static_range(1, PARTS):
+        pointers = tl.where(queries >= start, parts[i] + (queries - start), pointers)
+        strides = tl.where(queries >= start, sizes[i], strides)
+        start += sizes[i]
+    is_token = tokens < num_tokens
+    factors = tl.load(pointers + tokens * strides, mask=is_token & (queries < start), other=0.0)
+    tl.store(out_ptr + tokens * QUERY_BLOCK + queries, factors.to(out_ptr.dtype.element_ty), mask=is_token)
+
+
 @triton.jit(do_not_specialize=["num_tokens", "num_queries"])
 def source_backward(
     grad_ptr, source_ptr, coefficient_ptr, u_ptr, out_ptr, partial_ptr, num_tokens, tokens_per_share, num_queries,
@@ -95,7 +114,7 @@ def source_backward(
     queries = tl.arange(0, QUERY_BLOCK)
     is_query = queries < num_queries
     place = queries[:, None] * WIDTH + columns[None, :]
-    u = tl.load(u_ptr + place, mask=is_query[:, None] & inside, other=0.0).to(source_ptr.dtype.element_ty)
+    u = tl.load(u_ptr + place, mask=is_query[:, None] & inside, other=0.0)
     partial = tl.zeros([QUERY_BLOCK, COLUMNS], tl.float32)
     share = tl.program_id(1)
     start = share * tokens_per_share
@@ -108,9 +127,8 @@ def source_backward(
         source = tl.load(source_ptr + offsets, mask=mask, other=0.0)
         grad = tl.load(grad_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
         factors = tl.load(
-            coefficient_ptr + tokens[:, None] * num_queries + queries[None, :],
-            mask=is_token[:, None] & is_query[None, :], other=0.0,
-        ).to(source.dtype)  # fmt: skip
+            coefficient_ptr + tokens[:, None] * QUERY_BLOCK + queries[None, :], mask=is_token[:, None], other=0.0
+        )
         partial = tl.dot(tl.trans(factors), source, partial, input_precision="ieee")
         grad += tl.dot(factors, u, input_precision="ieee")
         tl.store(out_ptr + offsets, grad.to(out_ptr.dtype.element_ty), mask=mask)
@@ -121,8 +139,12 @@ def source_backward(
 def block_forward(
     sources, weight_ptr, mixes, kept_ptr, norm_ptr, norm_eps,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, NUM_SOURCES: tl.constexpr, ROWS: tl.constexpr, QUERIES: tl.constexpr,
+    MIXES: tl.constexpr,
 ):  # fmt: skip
-    """One token: mixes of all sources by the weights in kept [token, query, 2, source]; the first leaves RMS-normed."""
+    """One token: mixes of all sources by the weights in kept [token, query, 2, source]; the first leaves RMS-normed.
+
+    MIXES of the QUERIES are wanted.
+    """
     columns = tl.arange(0, BLOCK)[None, :]
     rows = tl.arange(0, ROWS)[:, None]
     token = tl.program_id(0).to(tl.int64)
@@ -131,7 +153,7 @@ def block_forward(
     v = tl.load(_source_pointers(sources, rows, NUM_SOURCES) + offsets, mask=(rows < NUM_SOURCES) & inside, other=0.0)
     v = v.to(tl.float32)
     own = rows + columns * 0
-    for query in tl.static_range(QUERIES):
+    for query in tl.static_range(MIXES):
         # A weight at a time, straight to all threads: a column of them, loaded at once, would have to change hands.
         weights = tl.zeros([ROWS, BLOCK], tl.float32)
         for i in tl.static_range(NUM_SOURCES):

@@ -55,18 +55,25 @@ def _source_pointers(sources, wanted, NUM_SOURCES: tl.constexpr):
 
 
 @triton.jit
-def _times_query(v, query: tl.constexpr, u_ptr, columns, WIDTH: tl.constexpr):
-    return v * tl.load(u_ptr + query * WIDTH + columns, mask=columns < WIDTH, other=0.0)
+def _direction(query: tl.constexpr, query_ptr, gain_ptr, columns, WIDTH: tl.constexpr, GAIN: tl.constexpr):
+    """u = gain * query [1, BLOCK] of one query: only the product enters the scores."""
+    place = query * WIDTH + columns
+    u = tl.load(query_ptr + place, mask=columns < WIDTH, other=0.0).to(tl.float32)
+    if GAIN:
+        u = u * tl.load(gain_ptr + place, mask=columns < WIDTH, other=0.0).to(tl.float32)
+    return u
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def mix_forward(
-    sources, u_ptr, mix_ptr, log_sum_ptr, score_ptr, inverse_rms_ptr, num_tokens, eps,
+    sources, query_ptr, gain_ptr, mix_ptr, log_sum_ptr, kept_ptr, num_tokens, eps,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, NUM_SOURCES: tl.constexpr, ROWS: tl.constexpr, QUERIES: tl.constexpr,
+    GAIN: tl.constexpr,
 ):  # fmt: skip
     """One token: mixes [query, token, width] and log-sum-exps [query, token] over NUM_SOURCES sources.
 
-    Kept for backward: scores and their log-sum-exp [token, query, source + 1], inverse RMS [token, source].
+    Kept for backward, a row for each token: for each query its scores and their log-sum-exp, then the sources' inverse
+    RMS.
     """
     columns = tl.arange(0, BLOCK)[None, :]
     rows = tl.arange(0, ROWS)[:, None]
@@ -77,21 +84,22 @@ def mix_forward(
     is_source = rows < NUM_SOURCES
     v = tl.load(_source_pointers(sources, rows, NUM_SOURCES) + offsets, mask=is_source & inside, other=0.0)
     v = v.to(tl.float32)
-    square, dot = _sum_pair(v * v, _times_query(v, 0, u_ptr, columns, WIDTH))
+    square, dot = _sum_pair(v * v, v * _direction(0, query_ptr, gain_ptr, columns, WIDTH, GAIN))
     inverse_rms = tl.rsqrt(square / WIDTH + eps)
+    row = kept_ptr + token * (QUERIES * (NUM_SOURCES + 1) + NUM_SOURCES)
     for i in tl.static_range(NUM_SOURCES):
         # One number at a time: all threads hold all of them, and a column of numbers would first change hands.
-        place = inverse_rms_ptr + token * NUM_SOURCES + i + here
+        place = row + QUERIES * (NUM_SOURCES + 1) + i + here
         tl.store(place, tl.sum(tl.where(rows == i, inverse_rms, 0.0), axis=0)[None, :])
     for query in tl.static_range(QUERIES):
         if query > 0:
-            dot = tl.sum(_times_query(v, query, u_ptr, columns, WIDTH), axis=1)[:, None]
+            dot = tl.sum(v * _direction(query, query_ptr, gain_ptr, columns, WIDTH, GAIN), axis=1)[:, None]
         score = tl.where(is_source, dot * inverse_rms, float("-inf"))
         top = tl.max(score, axis=0)[None, :]
         p = tl.exp(score - top)
         scale = tl.sum(p, axis=0)[None, :]
         log_sum = top + tl.log(scale)
-        kept = score_ptr + (token * QUERIES + query) * (NUM_SOURCES + 1)
+        kept = row + query * (NUM_SOURCES + 1)
         for i in tl.static_range(NUM_SOURCES):
             tl.store(kept + i + here, tl.sum(tl.where(rows == i, score, 0.0), axis=0)[None, :])
         tl.store(kept + NUM_SOURCES + here, log_sum)
@@ -112,23 +120,31 @@ def _column(pointer, first, rows, GROUP: tl.constexpr, LENGTH: tl.constexpr):
 
 
 @triton.jit
-def _probability(
-    query: tl.constexpr, token, first, rows, score_ptr,
-    NUM_SOURCES: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr,
-):  # fmt: skip
+def _column_again(pointer, rows, ROWS: tl.constexpr, LENGTH: tl.constexpr):
+    """The same from 0 on, of numbers that are near already.
+
+    The cache modifier is the default one; named, it keeps the compiler from holding numbers since their first load.
+    """
+    column = tl.zeros([ROWS, 1], tl.float32)
+    for i in tl.static_range(LENGTH):
+        column = tl.where(rows == i, tl.load(pointer + i, cache_modifier=".ca"), column)
+    return column
+
+
+@triton.jit
+def _probability(kept, first, rows, NUM_SOURCES: tl.constexpr, GROUP: tl.constexpr):
     """Score and softmax weight [GROUP, 1] of sources first, first + 1, ... for one query; both 0 past the last."""
-    kept = score_ptr + (token * QUERIES + query) * (NUM_SOURCES + 1)
     score = _column(kept, first, rows, GROUP, NUM_SOURCES)
     return score, tl.where(first + rows < NUM_SOURCES, tl.exp(score - tl.load(kept + NUM_SOURCES)), 0.0)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def mix_backward(
-    sources, u_ptr, grad_mix_ptr, base_ptr, score_ptr, inverse_rms_ptr, grad_ptr, partial_ptr, num_tokens,
+    sources, query_ptr, gain_ptr, grad_mix_ptr, base_ptr, kept_ptr, grad_ptr, partial_ptr, num_tokens,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, NUM_SOURCES: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr,
-    PARTIAL_ROWS: tl.constexpr, FIRST_BASE: tl.constexpr,
+    PARTIAL_ROWS: tl.constexpr, GAIN: tl.constexpr, FIRST_BASE: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of all sources [source, token, width] from those of the mixes; shares of that of u.
+    """Gradients of all sources [source, token, width] from those of the mixes; shares of that of u = gain * query.
 
         ds = p (g . v + base),   base = dlse - g . o
         dv = sum over queries of p g + ds r u  -  (ds s) r^2 / width v,   du = sum of ds r v
@@ -147,6 +163,7 @@ def mix_backward(
     for step in range(program, num_tokens, tl.num_programs(0)):
         token = tl.full([], step, tl.int64)
         offsets = token * WIDTH + columns
+        row = kept_ptr + token * (QUERIES * (NUM_SOURCES + 1) + NUM_SOURCES)
         g0 = tl.load(grad_mix_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
         base0 = tl.zeros([1, 1], tl.float32)
         if NUM_SOURCES > 1:
@@ -155,7 +172,7 @@ def mix_backward(
                 wanted = first + rows
                 mask = (wanted < NUM_SOURCES) & inside
                 v = tl.load(_source_pointers(sources, wanted, NUM_SOURCES) + offsets, mask=mask, other=0.0)
-                _, p = _probability(0, token, first, rows, score_ptr, NUM_SOURCES, GROUP, QUERIES)
+                _, p = _probability(row, first, rows, NUM_SOURCES, GROUP)
                 mix += tl.sum(p * v.to(tl.float32), axis=0)[None, :]
             base0 -= tl.sum(g0 * mix, axis=1)[:, None]
         if FIRST_BASE:
@@ -165,7 +182,7 @@ def mix_backward(
             mask = (wanted < NUM_SOURCES) & inside
             v = tl.load(_source_pointers(sources, wanted, NUM_SOURCES) + offsets, mask=mask, other=0.0)
             v = v.to(tl.float32)
-            inverse_rms = _column(inverse_rms_ptr + token * NUM_SOURCES, first, rows, GROUP, NUM_SOURCES)
+            inverse_rms = _column(row + QUERIES * (NUM_SOURCES + 1), first, rows, GROUP, NUM_SOURCES)
             grad_v = tl.zeros([GROUP, BLOCK], tl.float32)
             shrink = tl.zeros([GROUP, 1], tl.float32)
             for query in tl.static_range(QUERIES):
@@ -173,7 +190,7 @@ def mix_backward(
                 if query > 0:
                     g = tl.load(grad_mix_ptr + query * stride + offsets, mask=inside, other=0.0).to(tl.float32)
                     base = tl.load(base_ptr + query * num_tokens.to(tl.int64) + token)
-                score, p = _probability(query, token, first, rows, score_ptr, NUM_SOURCES, GROUP, QUERIES)
+                score, p = _probability(row + query * (NUM_SOURCES + 1), first, rows, NUM_SOURCES, GROUP)
                 if NUM_SOURCES == 1:
                     # p is exactly 1 and does not move with the score: only the gradient of the log-sum-exp is left.
                     ds = p * base
@@ -181,12 +198,67 @@ def mix_backward(
                     ds = p * (tl.sum(v * g, axis=1)[:, None] + base)
                 shrink += ds * score
                 ds = ds * inverse_rms
-                grad_v += p * g + _times_query(ds, query, u_ptr, columns, WIDTH)
+                grad_v += p * g + ds * _direction(query, query_ptr, gain_ptr, columns, WIDTH, GAIN)
                 partial = tl.where(partial_rows == query, partial + tl.sum(ds * v, axis=0)[None, :], partial)
             grad_v -= shrink * inverse_rms * inverse_rms * (1.0 / WIDTH) * v
             tl.store(grad_ptr + wanted * stride + offsets, grad_v.to(grad_ptr.dtype.element_ty), mask=mask)
     place = (program.to(tl.int64) * QUERIES + partial_rows) * WIDTH + columns
     tl.store(partial_ptr + place, partial, mask=(partial_rows < QUERIES) & inside)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def held_mix_backward(
+    sources, query_ptr, gain_ptr, grad_mix_ptr, kept_ptr, grad_ptr, partial_ptr, num_tokens,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, NUM_SOURCES: tl.constexpr, ROWS: tl.constexpr, GAIN: tl.constexpr,
+):  # fmt: skip
+    """mix_backward for one query, several sources and no gradient of the log-sum-exp: all sources of a token in
+    registers, one walk over them and one exchange between threads, for all g . v at once; g . o is their mean by p."""
+    columns = tl.arange(0, BLOCK)[None, :]
+    rows = tl.arange(0, ROWS)[:, None]
+    inside = columns < WIDTH
+    mask = (rows < NUM_SOURCES) & inside
+    stride = num_tokens.to(tl.int64) * WIDTH
+    u = _direction(0, query_ptr, gain_ptr, columns, WIDTH, GAIN)
+    partial = tl.zeros([1, BLOCK], tl.float32)
+    program = tl.program_id(0)
+    for step in range(program, num_tokens, tl.num_programs(0)):
+        token = tl.full([], step, tl.int64)
+        offsets = token * WIDTH + columns
+        row = kept_ptr + token * (2 * NUM_SOURCES + 1)
+        g = tl.load(grad_mix_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+        v = tl.load(_source_pointers(sources, rows, NUM_SOURCES) + offsets, mask=mask, other=0.0)
+        _, p = _probability(row, 0, rows, NUM_SOURCES, ROWS)
+        v = v.to(tl.float32)
+        dot = tl.sum(v * g, axis=1)[:, None]
+        ds = p * (dot - tl.sum(p * dot, axis=0)[None, :])
+        score = _column_again(row, rows, ROWS, NUM_SOURCES)
+        inverse_rms = _column_again(row + NUM_SOURCES + 1, rows, ROWS, NUM_SOURCES)
+        shrink = ds * score * inverse_rms * inverse_rms * (1.0 / WIDTH)
+        ds = ds * inverse_rms
+        partial += tl.sum(ds * v, axis=0)[None, :]
+        grad_v = p * g + ds * u - shrink * v
+        tl.store(grad_ptr + rows * stride + offsets, grad_v.to(grad_ptr.dtype.element_ty), mask=mask)
+    tl.store(partial_ptr + program.to(tl.int64) * WIDTH + columns, partial, mask=inside)
+
+
+@triton.jit
+def add_direction_shares(
+    partial_ptr, query_ptr, gain_ptr, grad_query_ptr, grad_gain_ptr, num_shares, num_columns,
+    SHARES: tl.constexpr, COLUMNS: tl.constexpr, GAIN: tl.constexpr,
+):  # fmt: skip
+    """du is the sum of the shares [share, column] in a fixed order; dquery = gain du, dgain = query du."""
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    inside = columns < num_columns
+    total = tl.zeros([SHARES, COLUMNS], tl.float32)
+    for first in range(0, num_shares, SHARES):
+        shares = first + tl.arange(0, SHARES)[:, None]
+        total += tl.load(partial_ptr + shares * num_columns + columns, mask=inside & (shares < num_shares), other=0.0)
+    grad = tl.sum(total, axis=0)[None, :]
+    if GAIN:
+        query = tl.load(query_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+        tl.store(grad_gain_ptr + columns, (grad * query).to(grad_gain_ptr.dtype.element_ty), mask=inside)
+        grad = grad * tl.load(gain_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(grad_query_ptr + columns, grad.to(grad_query_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])

@@ -27,13 +27,15 @@ from perilune.kernels.triton_activations import power_of_two
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-CHUNK_ELEMENTS = 2**27
-"""Logits per chunk: 256 MiB in bfloat16. Smaller chunks read and write dW more often."""
+CHUNK_ELEMENTS = 2**28
+"""Logits per chunk: 512 MiB in bfloat16. Smaller chunks read and write dW more often: with 32,768 tokens, width 1,024
+and a vocabulary of 32,768 on an H200, 2^27 take 11.3 ms, 2^28 11.0, 2^29 10.7."""
 MIN_CHUNK_ROWS = 1024
 """The matrix products need this many rows to run at full speed, however large the vocabulary."""
 
 ONE_BLOCK = 16384
 BLOCK, WARPS = 16384, 16
+SCALE_BLOCK = 4096
 
 
 @triton.jit
@@ -74,6 +76,21 @@ def _losses_kernel(logits, targets, losses, vocabulary, stride, IGNORED: tl.cons
                 power = power_of_two(z * LOG2E - largest * LOG2E)
                 dz = power * factor - tl.where(first + column == target, one, 0.0)
                 tl.store(logits + first + column, dz.to(logits.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _scale_kernel(x, factor, y, size, BLOCK: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + place, mask=place < size, other=0.0).to(tl.float32) * tl.load(factor).to(tl.float32)
+    tl.store(y + place, value.to(y.dtype.element_ty), mask=place < size)
+
+
+def scaled(x: Tensor, factor: Tensor) -> Tensor:
+    """x times a number that is on the device. (torch's own product with a tensor of one element reads no vectors.)"""
+    y = torch.empty_like(x)
+    if x.numel():
+        _scale_kernel[(triton.cdiv(x.numel(), SCALE_BLOCK),)](x, factor, y, x.numel(), BLOCK=SCALE_BLOCK, num_warps=4)
+    return y
 
 
 def losses_and_gradient_(logits_NV: Tensor, targets_N: Tensor, *, write_gradient: bool) -> Tensor:
@@ -130,7 +147,7 @@ def _forward(
 
 
 def _backward(grad_loss: Tensor, grad_hidden: Tensor, grad_weight: Tensor) -> tuple[Tensor, Tensor]:
-    return grad_hidden * grad_loss.to(grad_hidden.dtype), grad_weight * grad_loss.to(grad_weight.dtype)
+    return scaled(grad_hidden, grad_loss), scaled(grad_weight, grad_loss)
 
 
 def _fake_forward(

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from perilune.kernels.norm.triton import add_shares
 from perilune.kernels.operator import operator
 from perilune.kernels.triton_activations import sigmoid
 from perilune.kernels.triton_support import num_sms
@@ -28,7 +29,7 @@ MAX_WIDTH = 8192
 
 # Elements of one tile and warps that hold it.
 FORWARD_TILE, FORWARD_WARPS = 2048, 4
-BACKWARD_TILE, BACKWARD_WARPS, PROGRAMS_PER_SM = 2048, 8, 4
+BACKWARD_TILE, BACKWARD_WARPS, BACKWARD_STAGES, PROGRAMS_PER_SM = 2048, 8, 1, 4
 
 
 @triton.jit
@@ -46,13 +47,12 @@ def _forward_kernel(x, gate, weight, y, num_rows, width, eps, ROWS: tl.constexpr
 
 @triton.jit
 def _backward_kernel(dy, x, gate, weight, dx, dgate, partials, num_rows, width, eps, tiles, ROWS: tl.constexpr,
-                     BLOCK: tl.constexpr):  # fmt: skip
+                     BLOCK: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip
     column = tl.arange(0, BLOCK)[None, :]
     gain = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
     d_gain = tl.zeros((ROWS, BLOCK), tl.float32)
-    for turn in range(tl.cdiv(tiles - tl.program_id(0), tl.num_programs(0))):
-        tile = tl.program_id(0) + turn * tl.num_programs(0)
-        row = tile.to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), num_stages=STAGES):
+        row = tile * ROWS + tl.arange(0, ROWS).to(tl.int64)[:, None]
         mask = (row < num_rows) & (column < width)
         place = row * width + column
         value = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
@@ -104,9 +104,9 @@ def _backward(dy: Tensor, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -
     partials = torch.empty(programs, width, dtype=torch.float32, device=x.device)
     _backward_kernel[(programs,)](
         dy, x, gate, weight.contiguous(), dx, dgate, partials, num_rows, width, eps, tiles,
-        ROWS=rows, BLOCK=block, num_warps=BACKWARD_WARPS,
+        ROWS=rows, BLOCK=block, STAGES=BACKWARD_STAGES, num_warps=BACKWARD_WARPS,
     )  # fmt: skip
-    return dx, dgate, partials.sum(0).to(weight.dtype)
+    return dx, dgate, add_shares(partials).to(weight.dtype)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

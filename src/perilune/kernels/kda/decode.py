@@ -93,8 +93,8 @@ def kda_decode(
     return decode(
         _with_whole_rows(qkv), _with_whole_rows(gate_input), _with_whole_rows(beta_logits),
         _with_whole_rows(output_gate), conv_weight.float().contiguous(), a_log,
-        gate.dt_bias.float().contiguous().view(-1), norm_weight.float().contiguous(), conv_pool, state_pool, slots.contiguous(), scale,
-        gate.lower_bound if isinstance(gate, BoundedGate) else None, beta_scale, norm_eps,
+        gate.dt_bias.float().contiguous().view(-1), norm_weight.float().contiguous(), conv_pool, state_pool,
+        slots.contiguous(), scale, gate.lower_bound if isinstance(gate, BoundedGate) else None, beta_scale, norm_eps,
     )  # fmt: skip
 
 

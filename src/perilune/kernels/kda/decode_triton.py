@@ -122,39 +122,42 @@ def _decode_kernel(
     # What does not lie in the slot is on its way before the slot is known.
     x_q, q_taps = _load_taps(x_row, conv_weight, q_channel, in_key, W)
     x_k, k_taps = _load_taps(x_row, conv_weight, k_channel, in_key, W)
-    first_x_v, first_v_taps = _load_taps(x_row, conv_weight, 2 * H * K + head * V + value, value < V, W)
+    first_v_channel = 2 * H * K + head * V + value
+    first_x_v, first_v_taps = _load_taps(x_row, conv_weight, first_v_channel, value < V, W)
     gate_logit = tl.load(gate_input + sequence * gate_stride + head * K + key, mask=in_key, other=0.0)
     bias = tl.load(dt_bias + head * K + key, mask=in_key, other=0.0)
     beta_logit = tl.load(beta_logits + sequence * beta_stride + head)
     log_rate = tl.load(a_log + head) if HAS_A_LOG else 0.0
     opening = tl.load(gate_row + tile_v, mask=tile_v < V, other=0.0)
     gain = tl.load(norm_weight + tile_v, mask=tile_v < V, other=0.0)
+    # Then the window, then the state, which is most of the bytes: the vectors are computed while it arrives. All this
+    # stands in front of a branch because the compiler would move arithmetic between the loads, which then wait for it.
+    active_keys, active_values = tl.where(slot < 0, 0, K), tl.where(slot < 0, 0, V)
+    window_row = conv_pool + slot * conv_slot_stride
+    q_window = _load_window(window_row, q_channel, key < active_keys, W)
+    k_window = _load_window(window_row, k_channel, key < active_keys, W)
+    first_v_window = _load_window(window_row, first_v_channel, value < active_values, W)
+    tl.debug_barrier()
+    # Key channel = row * DEPTH + depth. Rows lie across warps and depth within a thread, whose addresses then differ by
+    # constants; as [K, V] each of them would occupy two registers.
+    DEPTH: tl.constexpr = BLOCK_K // ROWS
+    IS_WHOLE: tl.constexpr = BLOCK_K == K and TILES * BLOCK_V == V
+    row = tl.arange(0, ROWS)[:, None, None]
+    depth = tl.arange(0, DEPTH)[None, :, None]
+    state_tile = state_pool + slot * state_slot_stride + head * K * V
+    state_tile = state_tile + (row * (DEPTH * V) + value[None, None, :]) + depth * V
+    in_key_rows = row * DEPTH + depth < K
+    if IS_WHOLE:
+        first_state = tl.load(state_tile, mask=row < active_keys)
+    else:
+        first_state = tl.load(state_tile, mask=in_key_rows & (value < active_values)[None, None, :], other=0.0)
     out_row = out + (sequence * H + head) * V
     if slot < 0:
         tl.store(out_row + tile_v, tl.zeros([TILES, BLOCK_V], out.dtype.element_ty), mask=tile_v < V)
     else:
-        # Key channel = row * DEPTH + depth. Rows lie across warps and depth within a thread, whose addresses then
-        # differ by constants; as [K, V] each of them would occupy two registers.
-        DEPTH: tl.constexpr = BLOCK_K // ROWS
-        IS_WHOLE: tl.constexpr = BLOCK_K == K and TILES * BLOCK_V == V
-        row = tl.arange(0, ROWS)[:, None, None]
-        depth = tl.arange(0, DEPTH)[None, :, None]
-        state_tile = state_pool + slot * state_slot_stride + head * K * V
-        state_tile = state_tile + (row * (DEPTH * V) + value[None, None, :]) + depth * V
-        in_key_rows = row * DEPTH + depth < K
-        if IS_WHOLE:
-            state = tl.load(state_tile)
-        else:
-            state = tl.load(state_tile, mask=in_key_rows & (value < V)[None, None, :], other=0.0)
-        # Keeps these loads in front of the next ones, which the vectors below wait for: one latency instead of two.
-        tl.debug_barrier()
-        window_row = conv_pool + slot * conv_slot_stride
-        q_window = _load_window(window_row, q_channel, in_key, W)
-        k_window = _load_window(window_row, k_channel, in_key, W)
-        v_channel = 2 * H * K + head * V + value
-        x_v, v_taps = first_x_v, first_v_taps
-        v_window = _load_window(window_row, v_channel, value < V, W)
-
+        state = first_state
+        v_channel = first_v_channel
+        x_v, v_taps, v_window = first_x_v, first_v_taps, first_v_window
         raw = gate_logit.to(tl.float32) + bias
         rate = tl.exp(log_rate) if HAS_A_LOG else 1.0
         beta = tl.sigmoid(beta_logit.to(tl.float32)) * beta_scale
@@ -166,6 +169,11 @@ def _decode_kernel(
         q = _convolve(q_window, x_q, q_taps, W)
         k = _convolve(k_window, x_k, k_taps, W)
         v = _convolve(v_window, x_v, v_taps, W)
+        # Several threads may read the same element of a window: none may write it before all have read it.
+        tl.debug_barrier()
+        _store_window(window_row, q_window, x_q, q_channel, in_key, W)
+        _store_window(window_row, k_window, x_k, k_channel, in_key, W)
+        _store_window(window_row, v_window, x_v, v_channel, value < V, W)
         q_rows = tl.reshape(tl.gather(q, key, axis=0), [ROWS, DEPTH])[:, :, None]
         k_rows = tl.reshape(tl.gather(k, key, axis=0), [ROWS, DEPTH])[:, :, None]
         # The norms are applied later, to what is linear in q and k.
@@ -187,6 +195,8 @@ def _decode_kernel(
                 x_v, v_taps = _load_taps(x_row, conv_weight, v_channel, in_value, W)
                 v_window = _load_window(window_row, v_channel, in_value, W)
                 v = _convolve(v_window, x_v, v_taps, W)
+                tl.debug_barrier()
+                _store_window(window_row, v_window, x_v, v_channel, in_value, W)
             v = tl.gather(v, value, axis=0)
             decayed = state.to(tl.float32) * decay
             predicted, read = _sum_pair(tl.sum(decayed * k_rows, axis=1), tl.sum(decayed * q_rows, axis=1))
@@ -198,11 +208,6 @@ def _decode_kernel(
             else:
                 tl.store(state_tile + tile * BLOCK_V, new_state, mask=mask)
             o = tl.where((tl.arange(0, TILES) == tile)[:, None], read[None, :], o)
-            # Several threads may read the same element of a window: none may write it before all have read it.
-            tl.debug_barrier()
-            _store_window(window_row, v_window, x_v, v_channel, in_value, W)
-        _store_window(window_row, q_window, x_q, q_channel, in_key, W)
-        _store_window(window_row, k_window, x_k, k_channel, in_key, W)
 
         o = o.to(out.dtype.element_ty).to(tl.float32)
         rstd = tl.rsqrt(tl.sum(tl.sum(o * o, axis=1), axis=0) / V + norm_eps)

@@ -409,8 +409,8 @@ class _Call(_Shapes):
             unused if start is None else start, output, unused if final is None else final,
             unused if checkpoints is None else checkpoints, states, writes, *output.stride()[1:3], self.num_heads,
             K=K, V=V, BV=block, C=CHUNK, HAS_INITIAL=start is not None, OUTPUT=o is not None, FINAL=final is not None,
-            TRANSITION=transition,
-            CHECKPOINT_EVERY=every, KEEP_ALL=keep is not None, PRECISION=self.precision, STAGES=num_stages, num_warps=num_warps,
+            TRANSITION=transition, CHECKPOINT_EVERY=every, KEEP_ALL=keep is not None, PRECISION=self.precision,
+            STAGES=num_stages, num_warps=num_warps,
         )  # fmt: skip
         return unused if final is None else final
 

@@ -77,9 +77,10 @@ def mla_decode(
     obstacle = hopper_obstacle if backend == "hopper" else triton_obstacle
     if obstacle is not None:
         raise ValueError(f"backend={backend!r} cannot run here: {obstacle}; use backend='dense'.")
-    from perilune.kernels.mla_decode.triton import mla_decode_op
+    from perilune.kernels.mla_decode.triton import mla_decode_op, run_mla_decode
 
-    return mla_decode_op(
+    decode = mla_decode_op if torch.compiler.is_compiling() else run_mla_decode
+    return decode(
         q.contiguous(), cache, block_table, lengths.contiguous(), latent_dim, scale, num_splits or 0,
         backend == "hopper",
     )  # fmt: skip

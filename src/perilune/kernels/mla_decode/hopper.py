@@ -3,7 +3,8 @@
 Two tiles of 64 cached rows live in shared memory. The copy of the next tile is issued before the current one is waited
 for, so memory works through a whole iteration of arithmetic; Triton's own pipelining issues it after, and needs a third
 tile, for which there is no room. A tile is read from device memory once and from shared memory twice: as keys, and
-transposed by the tensor cores' descriptors as values.
+transposed by the tensor cores' descriptors as values. Where pages hold whole tiles the copy engine fetches them (TMA),
+else every thread copies its part (cp.async).
 
     33 to 64 heads:  S = Q C^T, O = P C        heads are the 64 rows of wgmma
     up to 32 heads:  S^T = C Q^T, O^T = C^T P^T        tokens and channels are its rows, heads its narrow columns
@@ -17,17 +18,29 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
 from torch import Tensor
 from triton import cdiv, next_power_of_2
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from perilune.kernels.dependent_launch import overlapping
 
 BLOCK_N = gl.constexpr(64)
 NUM_WARPS = {16: 4, 32: 8, 64: 8}
-# Renamed after Triton 3.6.
+# Both functions were renamed after Triton 3.6.
 _copy_async: Any = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+_fetch: Any = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 
 @gluon.jit
@@ -55,12 +68,40 @@ def _copy_queries(q, first_head, target, H: gl.constexpr, FIRST: gl.constexpr, B
     _copy_async(target, q + (head * STRIDE)[:, None] + column[None, :], mask=(head < H)[:, None])
 
 
+@gluon.jit
+def _first_row(table, tile, last, PAGE: gl.constexpr):
+    """Row of the cache where a tile begins, for pages that hold whole tiles."""
+    first_token = tile * BLOCK_N
+    return gl.load(table + first_token // PAGE, mask=tile < last, other=0) * PAGE + first_token % PAGE
+
+
+@gluon.jit
+def _fetch_tile(latent_source, rope_source, row, latent_target, rope_target, barrier, is_wanted, L: gl.constexpr,
+                BYTES: gl.constexpr):  # fmt: skip
+    """Let the copy engine fetch a tile; it arrives at the barrier."""
+    mbarrier.expect(barrier, BYTES, pred=is_wanted)
+    _fetch(latent_source, [row, 0], barrier, latent_target, pred=is_wanted)
+    _fetch(rope_source, [row, L], barrier, rope_target, pred=is_wanted)
+
+
+@gluon.jit
+def _clear_rows(latents, first_token, length, L: gl.constexpr, layout: gl.constexpr):
+    """Zero the rows past the end: what a page holds there may be NaN, and a weight of 0 does not silence it."""
+    valid = first_token + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, layout)) < length
+    for part in gl.static_range(L // 64):
+        columns = latents.slice(part * 64, 64, dim=1)
+        columns.store(gl.where(valid[:, None], columns.load(layout), 0.0))
+    fence_async_shared()
+
+
 @gluon.jit(do_not_specialize=["num_splits"])
 def _partial_kernel(
-    q, cache, block_table, lengths, out, lse, scale_log2, table_stride, num_splits,
+    q, cache, latent_source, rope_source, block_table, lengths, out, lse, scale_log2, table_stride, num_splits,
     H: gl.constexpr, L: gl.constexpr, R: gl.constexpr, PAGE: gl.constexpr, BLOCK_H: gl.constexpr,
-    WARPS: gl.constexpr,
+    USE_TMA: gl.constexpr, WARPS: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
+    if OVERLAP:
+        gdc_wait()
     HEADS_ARE_ROWS: gl.constexpr = BLOCK_H == 64
     GROUPS: gl.constexpr = WARPS // 4
     split = gl.program_id(0)
@@ -68,9 +109,10 @@ def _partial_kernel(
     sequence = gl.program_id(2).to(gl.int64)
     length = gl.load(lengths + sequence)
     num_tiles = gl.cdiv(length, BLOCK_N)
-    per_split = gl.cdiv(num_tiles, num_splits)
-    first = split * per_split
-    last = gl.minimum(first + per_split, num_tiles)
+    per_split = num_tiles // num_splits
+    rest = num_tiles % num_splits
+    first = split * per_split + gl.minimum(split, rest)
+    last = first + per_split + (split < rest).to(gl.int32)
 
     dtype: gl.constexpr = cache.dtype.element_ty
     wide: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0])
@@ -108,26 +150,52 @@ def _partial_kernel(
     _copy_queries(q_sequence, first_head, q_latent, H, 0, BLOCK_H, L, L + R, wide)
     _copy_queries(q_sequence, first_head, q_rope, H, L, BLOCK_H, R, L + R, narrow)
     table = block_table + sequence * table_stride
-    _copy_tile(cache, _rows(table, first, length, PAGE, wide_row), first, length, latents.index(0), 0, L, L + R, wide)
-    _copy_tile(cache, _rows(table, first, length, PAGE, narrow_row), first, length, ropes.index(0), L, R, L + R, narrow)
-    async_copy.commit_group()
     # The rows of a tile are looked up one iteration before they are copied.
-    next_wide = _rows(table, first + 1, length, PAGE, wide_row)
-    next_narrow = _rows(table, first + 1, length, PAGE, narrow_row)
+    if USE_TMA:
+        TILE_BYTES: gl.constexpr = BLOCK_N * (L + R) * dtype.primitive_bitwidth // 8
+        barriers = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        mbarrier.init(barriers.index(0), count=1)
+        mbarrier.init(barriers.index(1), count=1)
+        fence_async_shared()
+        row = _first_row(table, first, last, PAGE)
+        _fetch_tile(latent_source, rope_source, row, latents.index(0), ropes.index(0), barriers.index(0), first < last,
+                    L, TILE_BYTES)  # fmt: skip
+        next_row = _first_row(table, first + 1, last, PAGE)
+        async_copy.commit_group()
+        async_copy.wait_group(0)
+        fence_async_shared()
+    else:
+        wide_rows = _rows(table, first, length, PAGE, wide_row)
+        narrow_rows = _rows(table, first, length, PAGE, narrow_row)
+        _copy_tile(cache, wide_rows, first, length, latents.index(0), 0, L, L + R, wide)
+        _copy_tile(cache, narrow_rows, first, length, ropes.index(0), L, R, L + R, narrow)
+        async_copy.commit_group()
+        wide_rows = _rows(table, first + 1, length, PAGE, wide_row)
+        narrow_rows = _rows(table, first + 1, length, PAGE, narrow_row)
 
     for tile in range(first, last):
         current = (tile - first) % 2
-        limit = gl.where(tile + 1 < last, length, 0)
-        _copy_tile(cache, next_wide, tile + 1, limit, latents.index(1 - current), 0, L, L + R, wide)
-        _copy_tile(cache, next_narrow, tile + 1, limit, ropes.index(1 - current), L, R, L + R, narrow)
-        async_copy.commit_group()
-        next_wide = _rows(table, tile + 2, length, PAGE, wide_row)
-        next_narrow = _rows(table, tile + 2, length, PAGE, narrow_row)
-        async_copy.wait_group(1)
-        # The copies wrote shared memory as ordinary stores do; the tensor cores read it by another way.
-        fence_async_shared()
         c = latents.index(current)
         r = ropes.index(current)
+        if USE_TMA:
+            _fetch_tile(latent_source, rope_source, next_row, latents.index(1 - current), ropes.index(1 - current),
+                        barriers.index(1 - current), tile + 1 < last, L, TILE_BYTES)  # fmt: skip
+            next_row = _first_row(table, tile + 2, last, PAGE)
+            mbarrier.wait(barriers.index(current), (tile - first) // 2 % 2)
+            if (tile + 1) * BLOCK_N > length:
+                _clear_rows(c, tile * BLOCK_N, length, L, narrow)
+        else:
+            limit = gl.where(tile + 1 < last, length, 0)
+            # pyrefly: ignore[unbound-name]
+            _copy_tile(cache, wide_rows, tile + 1, limit, latents.index(1 - current), 0, L, L + R, wide)
+            # pyrefly: ignore[unbound-name]
+            _copy_tile(cache, narrow_rows, tile + 1, limit, ropes.index(1 - current), L, R, L + R, narrow)
+            async_copy.commit_group()
+            wide_rows = _rows(table, tile + 2, length, PAGE, wide_row)
+            narrow_rows = _rows(table, tile + 2, length, PAGE, narrow_row)
+            async_copy.wait_group(1)
+            # The copies wrote shared memory as ordinary stores do; the tensor cores read it by another way.
+            fence_async_shared()
 
         if HEADS_ARE_ROWS:
             s = warpgroup_mma(q_latent, c.permute((1, 0)), logits_zero, use_acc=False, is_async=True)
@@ -160,34 +228,51 @@ def _partial_kernel(
             o = warpgroup_mma(c.permute((1, 0)), p, o, is_async=True)
         o = warpgroup_mma_wait(0, deps=(o,))
     async_copy.wait_group(0)
+    if OVERLAP:
+        gdc_launch_dependents()
 
     if HEADS_ARE_ROWS:
         total = gl.sum(gl.sum(partial_total, 2), 1)
     else:
         total = gl.sum(gl.sum(partial_total, 1), 0)
     total = gl.convert_layout(total, gl.SliceLayout(AXIS, s_layout))
-    # An empty share has total 0: its lse of -inf keeps the other kernel from reading its output.
+    # An empty share has total 0: its lse of -inf keeps the other kernel from using its output.
     inverse = gl.where(total > 0, 1.0 / total, 0.0)
     o = o * gl.expand_dims(gl.convert_layout(inverse, gl.SliceLayout(AXIS, o_layout)), AXIS)
     first_row = (sequence * num_splits + split) * H
     head = first_head + gl.arange(0, BLOCK_H, layout=gl.SliceLayout(AXIS, o_layout))
     column = gl.arange(0, L, layout=gl.SliceLayout(1 - AXIS, o_layout))
     target = out + first_row * L + gl.expand_dims(head * L, AXIS) + gl.expand_dims(column, 1 - AXIS)
-    gl.store(target, o.to(out.dtype.element_ty), mask=gl.expand_dims(head < H, AXIS))
+    if H % BLOCK_H == 0:
+        gl.store(target, o.to(out.dtype.element_ty))
+    else:
+        gl.store(target, o.to(out.dtype.element_ty), mask=gl.expand_dims(head < H, AXIS))
     head = first_head + gl.arange(0, BLOCK_H, layout=gl.SliceLayout(AXIS, s_layout))
-    gl.store(lse + first_row + head, top + gl.log2(total), mask=head < H)
+    gl.store(lse + (sequence * H + head) * num_splits + split, top + gl.log2(total), mask=head < H)
 
 
 def partial_attention(
     q: Tensor, cache: Tensor, block_table: Tensor, lengths: Tensor, out: Tensor, lse: Tensor, *, latent_dim: int,
     scale: float, num_splits: int,
 ) -> None:  # fmt: skip
-    """Fills out [B, S, H, L] and lse [B, S, H], its logarithm to the base 2, for S shares."""
+    """Fills out [B, S, H, L] and lse [B, H, S], its logarithm to the base 2, for S shares."""
     batch, num_heads, width = q.shape
     block_h = min(64, max(16, next_power_of_2(num_heads)))
     num_warps = NUM_WARPS[block_h]
+    # A tile of the copy engine lies within one page, and its rows begin at multiples of 16 bytes.
+    use_tma = cache.shape[1] % BLOCK_N.value == 0 and cache.data_ptr() % 16 == 0 and cache.numel() > 0
+    sources: tuple[TensorDescriptor | None, ...] = (None, None)
+    if use_tma:
+        sources = tuple(_source(cache, columns) for columns in (latent_dim, width - latent_dim))
     _partial_kernel[(num_splits, cdiv(num_heads, block_h), batch)](
-        q, cache, block_table, lengths, out, lse, scale / math.log(2.0), block_table.stride(0), num_splits,
+        q, cache, *sources, block_table, lengths, out, lse, scale / math.log(2.0), block_table.stride(0), num_splits,
         H=num_heads, L=latent_dim, R=width - latent_dim, PAGE=cache.shape[1], BLOCK_H=block_h,
-        WARPS=num_warps, num_warps=num_warps,
+        USE_TMA=use_tma, WARPS=num_warps, num_warps=num_warps, **overlapping(q.device),
     )  # fmt: skip
+
+
+def _source(cache: Tensor, columns: int) -> TensorDescriptor:
+    shape = [BLOCK_N.value, columns]
+    element = gl.bfloat16 if cache.dtype == torch.bfloat16 else gl.float16
+    layout = gl.NVMMASharedLayout.get_default_for(shape, element)
+    return TensorDescriptor.from_tensor(cache.view(-1, cache.shape[-1]), shape, layout)

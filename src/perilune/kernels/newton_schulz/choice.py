@@ -20,26 +20,27 @@ POINTERS = Tiling(edge=128, depth=64, warps=4, stages=3)
 COPY_ENGINE = Tiling(edge=128, depth=64, warps=4, stages=3, tma=True)
 SMALL = Tiling(edge=64, depth=64, warps=4, stages=4)
 
-# Below, the host would be the slower one: descriptors for the copy engine cost it 25 us a launch.
-COPY_ENGINE_ROWS = 1536
-# Microseconds of one multiprocessor for a step of `depth` of a tile, and for the rest of a tile; the latter are upper
-# bounds, measured before the stores of triton.py were made wide.
-POINTER_STEP, POINTER_TILE = 0.54, 12.0
-COPY_ENGINE_STEP, COPY_ENGINE_TILE = 0.46, 9.0
+# Products that take the GPU less are launched with pointers: describing tiles to the copy engine takes the host longer.
+COPY_ENGINE_MICROSECONDS = 45.0
+# Microseconds of one multiprocessor for a step of `depth` of a tile, for the rest of a tile, and for adding C to it.
+POINTER_STEP, POINTER_TILE, POINTER_C = 0.46, 3.0, 1.7
+COPY_ENGINE_STEP, COPY_ENGINE_TILE, COPY_ENGINE_C = 0.39, 3.2, 1.3
 MULTIPROCESSORS = 132
 # Products of the library: multiply-adds and bytes per microsecond, and microseconds for the last, partly filled wave.
 LIBRARY_RATE, BANDWIDTH, LIBRARY_TAIL = 3.7e8, 4.0e6, 8.0
 # Microseconds of the host for a launch.
-HOST_LIBRARY, HOST_POINTERS, HOST_COPY_ENGINE = 21.0, 46.0, 72.0
+HOST_LIBRARY, HOST_POINTERS, HOST_COPY_ENGINE = 15.0, 20.0, 40.0
 # What an estimate may be off by; a form is only preferred to the plain one when it wins by more.
 MARGIN = 1.05
 
 
-def tiling_for(batch: int, rows: int, depth: int) -> Tiling:
-    """Tiles for the symmetric product of [b, n, k] operands."""
+@lru_cache(maxsize=1024)
+def tiling_for(batch: int, rows: int, depth: int, has_c: bool) -> Tiling:
+    """Tiles for the symmetric product of [b, n, k] operands, with a sum or without."""
     if rows <= SMALL.edge:
         return SMALL
-    return COPY_ENGINE if rows >= COPY_ENGINE_ROWS and depth % 8 == 0 else POINTERS
+    fast = depth % 8 == 0 and _symmetric(batch, rows, depth, COPY_ENGINE) >= COPY_ENGINE_MICROSECONDS
+    return COPY_ENGINE if fast else POINTERS
 
 
 @lru_cache(maxsize=1024)
@@ -55,25 +56,40 @@ def choose_form(batch: int, rows: int, columns: int, coefficients: Coefficients)
 def estimate(batch: int, rows: int, columns: int, coefficients: Coefficients, form: Form) -> float:
     """Microseconds of the iteration: of the GPU, or of the host where it is slower."""
     outer, inner, wide, square = launches(coefficients, form)
-    gpu = outer * _symmetric(batch, rows, columns) + inner * _symmetric(batch, rows, rows)
-    # A square of the plain form also copies A to where the sum goes, reads it there, and adds to the diagonal.
+    outer_tiling, inner_tiling = tiling_for(batch, rows, columns, False), tiling_for(batch, rows, rows, True)
+    gpu = outer * _symmetric(batch, rows, columns, outer_tiling)
+    gpu += inner * _symmetric(batch, rows, rows, inner_tiling)
+    if inner:  # one sum for each step
+        gpu += len(coefficients) * _sums(batch, rows, inner_tiling)
     gpu += wide * _library(batch, rows, rows, columns)
+    # A square of the plain form also copies A to where the sum goes, reads it there, and adds to the diagonal.
     gpu += square * (_library(batch, rows, rows, rows) + 6 * batch * rows**2 / BANDWIDTH)
-    host_symmetric = HOST_COPY_ENGINE if tiling_for(batch, rows, rows).tma else HOST_POINTERS
-    host = (outer + inner) * host_symmetric + (wide + 2 * square) * HOST_LIBRARY
+    host = outer * _host(outer_tiling) + inner * _host(inner_tiling) + (wide + 2 * square) * HOST_LIBRARY
     return max(gpu, host)
 
 
-def _symmetric(batch: int, rows: int, depth: int) -> float:
-    tiling = tiling_for(batch, rows, depth)
-    across = math.ceil(rows / tiling.edge)
-    tiles = batch * across * (across + 1) // 2
+def _symmetric(batch: int, rows: int, depth: int, tiling: Tiling) -> float:
     step, tile = (COPY_ENGINE_STEP, COPY_ENGINE_TILE) if tiling.tma else (POINTER_STEP, POINTER_TILE)
     one = math.ceil(depth / tiling.depth) * step * (tiling.edge / POINTERS.edge) + tile
     bytes_moved = 2 * batch * rows * (depth + rows)
-    return max(math.ceil(tiles / MULTIPROCESSORS) * one, bytes_moved / BANDWIDTH)
+    # Two programs share a multiprocessor, so that waves run into each other: only the first must be whole.
+    return max(max(_tiles(batch, rows, tiling) / MULTIPROCESSORS, 1) * one, bytes_moved / BANDWIDTH)
+
+
+def _sums(batch: int, rows: int, tiling: Tiling) -> float:
+    one = COPY_ENGINE_C if tiling.tma else POINTER_C
+    return max(_tiles(batch, rows, tiling) / MULTIPROCESSORS, 1) * one
+
+
+def _tiles(batch: int, rows: int, tiling: Tiling) -> int:
+    across = math.ceil(rows / tiling.edge)
+    return batch * across * (across + 1) // 2
 
 
 def _library(batch: int, rows: int, depth: int, columns: int) -> float:
     bytes_moved = 2 * batch * (rows * depth + depth * columns + rows * columns)
     return max(batch * rows * depth * columns / LIBRARY_RATE, bytes_moved / BANDWIDTH) + LIBRARY_TAIL
+
+
+def _host(tiling: Tiling) -> float:
+    return HOST_COPY_ENGINE if tiling.tma else HOST_POINTERS

@@ -1,6 +1,7 @@
 """Newton-Schulz on a GPU: normalise every matrix in float32, choose the cheapest form, iterate in half precision.
 
-Also in Triton's interpreter, in float32, for tests. As an operator of torch.library it can stand in compiled code.
+Also in Triton's interpreter, in float32, for tests. As an operator of torch.library it can stand in compiled code; who
+does not compile is spared that operator, whose dispatch takes the host longer than small stacks take the GPU.
 """
 
 from __future__ import annotations
@@ -43,20 +44,25 @@ def fast_orthogonalize(
     """Orthogonalise a stack [b, n, m], iterating in `dtype`; returns `dtype`."""
     if reason := why_not_fast(x_BNM, dtype):
         raise ValueError(f"backend='triton' cannot orthogonalise: {reason}")
+    if not torch.compiler.is_compiling():
+        return _orthogonalize(x_BNM, coefficients, dtype, form)
     flat = [value for step in coefficients for value in step]
-    return _orthogonalize(x_BNM.contiguous() if x_BNM.stride(2) != 1 else x_BNM, flat, dtype, form or "")
+    return orthogonalize_operator(x_BNM, flat, dtype, form or "")
 
 
-@torch.library.custom_op("perilune::orthogonalize", mutates_args=())
-def _orthogonalize(x_BNM: Tensor, coefficients: list[float], dtype: torch.dtype, form: str) -> Tensor:
-    steps = tuple(zip(coefficients[0::3], coefficients[1::3], coefficients[2::3], strict=True))
-    chosen = FORMS[FORMS.index(form)] if form else None
-    result = iterate_normalized(normalized_stack(x_BNM, dtype), steps, chosen)
+def _orthogonalize(x_BNM: Tensor, coefficients: Coefficients, dtype: torch.dtype, form: Form | None) -> Tensor:
+    result = iterate_normalized(normalized_stack(x_BNM, dtype), coefficients, form)
     # Operators of torch.library may not return views, and a turned stack is one.
     return result.mT.contiguous() if x_BNM.shape[1] > x_BNM.shape[2] else result
 
 
-@_orthogonalize.register_fake
+@torch.library.custom_op("perilune::orthogonalize", mutates_args=())
+def orthogonalize_operator(x_BNM: Tensor, coefficients: list[float], dtype: torch.dtype, form: str) -> Tensor:
+    steps = tuple(zip(coefficients[0::3], coefficients[1::3], coefficients[2::3], strict=True))
+    return _orthogonalize(x_BNM, steps, dtype, FORMS[FORMS.index(form)] if form else None)
+
+
+@orthogonalize_operator.register_fake
 def _(x_BNM: Tensor, coefficients: list[float], dtype: torch.dtype, form: str) -> Tensor:
     return torch.empty(x_BNM.shape, dtype=dtype, device=x_BNM.device)
 

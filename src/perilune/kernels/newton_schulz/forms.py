@@ -15,20 +15,26 @@ dominant direction the result explodes, in bfloat16 and in float16. So X and R a
 error has grown: by at most 200 from the first R, whose norm is below 1, and by at most 16 later, when many singular
 values are near 1 and the rounding of R is as large as its small eigenvalues. With these restarts the gram form is as
 near to the exact iteration as the plain one, for every published coefficient set and for spectra from flat to rank one.
+Matrices of few rows take one kernel for all that lies between two restarts (heads.py).
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 from perilune.kernels.newton_schulz.coefficients import Coefficients
+from perilune.kernels.newton_schulz.launch import device_of, is_aligned
+
+if TYPE_CHECKING:
+    from perilune.kernels.newton_schulz.triton import SymmetricProducts
 
 Form = Literal["plain", "symmetric", "gram"]
 FORMS: tuple[Form, ...] = ("plain", "symmetric", "gram")
 FIRST_GROWTH, LATER_GROWTH = 200.0, 16.0
+HEAD_ROWS, HEAD_STEPS = 128, 4  # what one program of heads.py holds
 
 
 def restarts(coefficients: Coefficients) -> tuple[int, ...]:
@@ -43,63 +49,113 @@ def restarts(coefficients: Coefficients) -> tuple[int, ...]:
     return tuple(steps)
 
 
+def segments(coefficients: Coefficients) -> list[Coefficients]:
+    """The steps between restarts."""
+    borders = [0, *restarts(coefficients), len(coefficients)]
+    return [coefficients[before:after] for before, after in zip(borders, borders[1:])]
+
+
 def iterate(x_BNM: Tensor, coefficients: Coefficients, form: Form) -> Tensor:
     """The iteration on a stack [b, n, m], n <= m, of matrices with Frobenius norm 1. x is scratch space afterwards."""
     if not coefficients:
         return x_BNM
     if form == "plain":
         return _plain(x_BNM, coefficients)
-    return _symmetric(x_BNM, coefficients) if form == "symmetric" else _gram(x_BNM, coefficients)
+    if not is_aligned(x_BNM):
+        x_BNM = x_BNM.clone()
+    with device_of(x_BNM):
+        if form == "symmetric":
+            return _symmetric(x_BNM, coefficients)
+        if fits_heads(x_BNM.shape[1], coefficients):
+            return _gram_of_heads(x_BNM, coefficients)
+        return _gram(x_BNM, coefficients)
 
 
 def _plain(x_BNM: Tensor, coefficients: Coefficients) -> Tensor:
+    batch, rows, _ = x_BNM.shape
     other = torch.empty_like(x_BNM)
+    gram, polynomial = (x_BNM.new_empty(batch, rows, rows) for _ in range(2))
+    diagonal = polynomial.diagonal(dim1=-2, dim2=-1)
     for a, b, c in coefficients:
-        gram = torch.bmm(x_BNM, x_BNM.mT)
+        torch.bmm(x_BNM, x_BNM.mT, out=gram)
         # a X inside the product: baddbmm would first copy X to where the result goes.
-        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        polynomial.diagonal(dim1=-2, dim2=-1).add_(a)
+        torch.baddbmm(gram, gram, gram, beta=b, alpha=c, out=polynomial)
+        diagonal.add_(a)
         torch.bmm(polynomial, x_BNM, out=other)
         x_BNM, other = other, x_BNM
     return x_BNM
 
 
 def _symmetric(x_BNM: Tensor, coefficients: Coefficients) -> Tensor:
-    from perilune.kernels.newton_schulz.choice import tiling_for
-    from perilune.kernels.newton_schulz.triton import symmetric_product
+    from perilune.kernels.newton_schulz.triton import Operand
 
-    batch, rows, columns = x_BNM.shape
-    outer, inner = tiling_for(batch, rows, columns), tiling_for(batch, rows, rows)
-    other = torch.empty_like(x_BNM)
-    gram, polynomial = (x_BNM.new_empty(batch, rows, rows) for _ in range(2))
+    outer, _, adding = _products(x_BNM)
+    batch, rows, _ = x_BNM.shape
+    x, other = Operand(x_BNM), Operand(torch.empty_like(x_BNM))
+    gram, polynomial = (Operand(x_BNM.new_empty(batch, rows, rows)) for _ in range(2))
     for a, b, c in coefficients:
-        symmetric_product(x_BNM, x_BNM, tiling=outer, out_BNN=gram)
-        symmetric_product(gram, gram, tiling=inner, out_BNN=polynomial, alpha=c, c_BNN=gram, beta=b, diagonal=a)
-        torch.bmm(polynomial, x_BNM, out=other)
+        outer(x, x, gram)
+        adding(gram, gram, polynomial, alpha=c, c=gram, beta=b, diagonal=a)
+        torch.bmm(polynomial.stack, x.stack, out=other.stack)
+        x, other = other, x
+    return x.stack
+
+
+def _gram(x_BNM: Tensor, coefficients: Coefficients) -> Tensor:
+    from perilune.kernels.newton_schulz.triton import Operand
+
+    outer, inner, adding = _products(x_BNM)
+    batch, rows, _ = x_BNM.shape
+    x, other = Operand(x_BNM), Operand(torch.empty_like(x_BNM))
+    gram, half, polynomial, product, free = (Operand(x_BNM.new_empty(batch, rows, rows)) for _ in range(5))
+    fresh = {0, *restarts(coefficients)}
+    for step, (a, b, c) in enumerate(coefficients):
+        if step in fresh:
+            if step:
+                torch.bmm(product.stack, x.stack, out=other.stack)
+                x, other = other, x
+            outer(x, x, gram)
+        adding(gram, gram, polynomial, alpha=c, c=gram, beta=b, diagonal=a)
+        if step + 1 < len(coefficients) and step + 1 not in fresh:
+            inner(gram, polynomial, half)
+            inner(half, polynomial, gram)
+        if step in fresh:
+            product, polynomial = polynomial, product
+        else:
+            inner(product, polynomial, free)
+            product, free = free, product
+    return torch.bmm(product.stack, x.stack, out=other.stack)
+
+
+def fits_heads(rows: int, coefficients: Coefficients) -> bool:
+    """Whether the gram form of such matrices takes one kernel for every segment between restarts (heads.py)."""
+    return rows <= HEAD_ROWS and max(map(len, segments(coefficients))) <= HEAD_STEPS
+
+
+def _gram_of_heads(x_BNM: Tensor, coefficients: Coefficients) -> Tensor:
+    from perilune.kernels.newton_schulz.heads import segment_product
+
+    batch, rows, _ = x_BNM.shape
+    other, product = torch.empty_like(x_BNM), x_BNM.new_empty(batch, rows, rows)
+    for steps in segments(coefficients):
+        segment_product(x_BNM, steps, product)
+        torch.bmm(product, x_BNM, out=other)
         x_BNM, other = other, x_BNM
     return x_BNM
 
 
-def _gram(x_BNM: Tensor, coefficients: Coefficients) -> Tensor:
+def _products(x_BNM: Tensor) -> tuple[SymmetricProducts, SymmetricProducts, SymmetricProducts]:
+    """Symmetric products of matrices like X, of square ones, and of square ones with a sum."""
     from perilune.kernels.newton_schulz.choice import tiling_for
-    from perilune.kernels.newton_schulz.triton import symmetric_product
+    from perilune.kernels.newton_schulz.triton import symmetric_products
 
+    device, dtype = x_BNM.device, x_BNM.dtype
     batch, rows, columns = x_BNM.shape
-    outer, inner = tiling_for(batch, rows, columns), tiling_for(batch, rows, rows)
-    other = torch.empty_like(x_BNM)
-    fresh = {0, *restarts(coefficients)}
-    product = gram = x_BNM  # both are set in step 0
-    for step, (a, b, c) in enumerate(coefficients):
-        if step in fresh:
-            if step:
-                torch.bmm(product, x_BNM, out=other)
-                x_BNM, other = other, x_BNM
-            gram = symmetric_product(x_BNM, x_BNM, tiling=outer)
-        polynomial = symmetric_product(gram, gram, tiling=inner, alpha=c, c_BNN=gram, beta=b, diagonal=a)
-        product = polynomial if step in fresh else symmetric_product(product, polynomial, tiling=inner)
-        if step + 1 < len(coefficients) and step + 1 not in fresh:
-            gram = symmetric_product(symmetric_product(gram, polynomial, tiling=inner), polynomial, tiling=inner)
-    return torch.bmm(product, x_BNM, out=other)
+    return (
+        symmetric_products(device, dtype, batch, rows, columns, tiling_for(batch, rows, columns, False), False),
+        symmetric_products(device, dtype, batch, rows, rows, tiling_for(batch, rows, rows, False), False),
+        symmetric_products(device, dtype, batch, rows, rows, tiling_for(batch, rows, rows, True), True),
+    )
 
 
 def launches(coefficients: Coefficients, form: Form) -> tuple[int, int, int, int]:
@@ -110,10 +166,9 @@ def launches(coefficients: Coefficients, form: Form) -> tuple[int, int, int, int
         return 0, 0, 2 * steps, steps
     if form == "symmetric":
         return steps, steps, steps, 0
-    borders = [0, *restarts(coefficients), steps]
-    segments = [after - before for before, after in zip(borders, borders[1:])]
+    lengths = [len(each) for each in segments(coefficients)]
     # A segment of s steps: s squares, s - 1 products with Q, and two for each of the s - 1 times R moves on.
-    return len(segments), sum(4 * length - 3 for length in segments), len(segments), 0
+    return len(lengths), sum(4 * length - 3 for length in lengths), len(lengths), 0
 
 
 def multiplications(rows: int, columns: int, coefficients: Coefficients, form: Form) -> float:

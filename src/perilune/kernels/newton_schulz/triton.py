@@ -15,39 +15,52 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from perilune.kernels.triton_support import why_not_triton
+from perilune.kernels.newton_schulz.launch import Launch, device_of, is_aligned
+from perilune.kernels.triton_support import num_sms, why_not_triton
 
 # Tile of the normalisation kernels, rows x columns of the stack.
 TILE_ROWS, TILE_COLUMNS, TILE_WARPS = 64, 128, 8
+TILE_CONSTANTS = {"TILE_ROWS": TILE_ROWS, "TILE_COLUMNS": TILE_COLUMNS}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tiling:
-    """How a symmetric product is cut: `edge` x `edge` of the result a program, `depth` of the sum a step.
+    """How a symmetric product is cut: `edge` rows x `width` columns of the result a program (width 0: edge; else edge
+    or twice edge), `depth` of the sum a step.
 
     `group`: programs that run at the same time share a square of `group` x `group` tiles, so that they read the same
-    operands from the L2 cache. `tma`: operands come by the copy engine, which is faster but costs the host more.
+    operands from the L2 cache. `tma`: tiles are moved by the copy engine, which is faster but costs the host more.
+    `persistent`: as many programs as multiprocessors take one tile after the other, and load the next while they store
+    the last; with `tma`, without C, and where `edge` divides the rows.
     """
 
     edge: int
     depth: int
     warps: int
     stages: int
+    width: int = 0
     group: int = 1
     tma: bool = False
+    persistent: bool = False
+
+    @property
+    def columns(self) -> int:
+        return self.width or self.edge
 
 
 @triton.jit
-def _tile_of(program, rows, EDGE: tl.constexpr, GROUP: tl.constexpr):
+def _tile_of(program, rows, EDGE: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr):
     """Matrix, first row and first column of this program's tile: the groups of the lower triangle row by row."""
-    PER_GROUP: tl.constexpr = GROUP * GROUP
-    groups = tl.cdiv(rows, EDGE * GROUP)
+    PER_GROUP: tl.constexpr = GROUP * GROUP * (WIDTH // EDGE)
+    groups = tl.cdiv(rows, WIDTH * GROUP)
     per_matrix = groups * (groups + 1) // 2 * PER_GROUP
     matrix = program // per_matrix
     tile = program % per_matrix
@@ -58,20 +71,20 @@ def _tile_of(program, rows, EDGE: tl.constexpr, GROUP: tl.constexpr):
     down = tl.where(down * (down + 1) // 2 > group, down - 1, down)
     down = tl.where((down + 1) * (down + 2) // 2 <= group, down + 1, down)
     across = group - down * (down + 1) // 2
-    return matrix, (down * GROUP + inside // GROUP) * EDGE, (across * GROUP + inside % GROUP) * EDGE
+    return matrix, down * WIDTH * GROUP + inside // GROUP * EDGE, (across * GROUP + inside % GROUP) * WIDTH
 
 
 @triton.jit
 def _first_sum(
     c_ptr, matrix, first_row, first_column, rows, c_scale, diagonal,
-    HAS_C: tl.constexpr, EDGE: tl.constexpr,
+    HAS_C: tl.constexpr, EDGE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """What the sum of products starts from: c_scale C + diagonal I, or zero. At the end of the sum there would be no
     registers left to load C into."""
-    total = tl.zeros((EDGE, EDGE), tl.float32)
+    total = tl.zeros((EDGE, WIDTH), tl.float32)
     if HAS_C:
         row = (first_row + tl.arange(0, EDGE))[:, None]
-        column = (first_column + tl.arange(0, EDGE))[None, :]
+        column = (first_column + tl.arange(0, WIDTH))[None, :]
         inside = (row < rows) & (column < rows)
         # Offsets inside one matrix fit int32 (checked by the caller), those inside the stack may not.
         c_ptr += matrix.to(tl.int64) * rows * rows
@@ -81,37 +94,57 @@ def _first_sum(
 
 
 @triton.jit
-def _store_both_halves(total, out_ptr, matrix, first_row, first_column, rows, alpha, EDGE: tl.constexpr):
+def _store_square(
+    result, out, matrix, first_row, first_column, rows, EDGE: tl.constexpr, TMA: tl.constexpr
+):  # fmt: skip
+    """A square tile as it is, and mirrored. `out` is a pointer, or tiles of [b n, n] with TMA."""
     row = (first_row + tl.arange(0, EDGE))[:, None]
     column = (first_column + tl.arange(0, EDGE))[None, :]
-    out_ptr += matrix.to(tl.int64) * rows * rows
-    result = (total * alpha).to(out_ptr.dtype.element_ty)
     if first_row == first_column:
         # The upper half of a tile on the diagonal is its lower half mirrored, so that both agree bit by bit. A mask of
         # the two stores would do as well, but allows no wide stores.
         result = tl.where(row >= column, result, tl.trans(result))
-    tl.store(out_ptr + row * rows + column, result, mask=(row < rows) & (column < rows))
-    row = (first_column + tl.arange(0, EDGE))[:, None]
-    column = (first_row + tl.arange(0, EDGE))[None, :]
-    tl.store(out_ptr + row * rows + column, tl.trans(result), mask=(row < rows) & (column < rows))
+    if TMA:
+        out.store([matrix * rows + first_row, first_column], result)
+        out.store([matrix * rows + first_column, first_row], tl.trans(result))
+    else:
+        out += matrix.to(tl.int64) * rows * rows
+        tl.store(out + row * rows + column, result, mask=(row < rows) & (column < rows))
+        row = (first_column + tl.arange(0, EDGE))[:, None]
+        column = (first_row + tl.arange(0, EDGE))[None, :]
+        tl.store(out + row * rows + column, tl.trans(result), mask=(row < rows) & (column < rows))
+
+
+@triton.jit
+def _store_tile(
+    result, out, matrix, first_row, first_column, rows, EDGE: tl.constexpr, WIDTH: tl.constexpr, TMA: tl.constexpr
+):  # fmt: skip
+    if EDGE == WIDTH:
+        _store_square(result, out, matrix, first_row, first_column, rows, EDGE, TMA)
+    else:
+        left, right = tl.split(result.reshape(EDGE, 2, EDGE).permute(0, 2, 1))
+        _store_square(left, out, matrix, first_row, first_column, rows, EDGE, TMA)
+        if first_row > first_column:
+            _store_square(right, out, matrix, first_row, first_column + EDGE, rows, EDGE, TMA)
 
 
 @triton.jit
 def _symmetric_product_kernel(
     a_ptr, b_ptr, c_ptr, out_ptr, rows, depth, alpha, c_scale, diagonal,
-    HAS_C: tl.constexpr, WHOLE_STEPS: tl.constexpr, EDGE: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
+    HAS_C: tl.constexpr, EDGE: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
+    WHOLE_STEPS: tl.constexpr,
 ):  # fmt: skip
-    matrix, first_row, first_column = _tile_of(tl.program_id(0), rows, EDGE, GROUP)
+    matrix, first_row, first_column = _tile_of(tl.program_id(0), rows, EDGE, WIDTH, GROUP)
     # Of a group on the diagonal, tiles above it and tiles outside the matrix have nothing to do.
     if (first_row >= first_column) & (first_row < rows):
         # Rows outside the matrix repeat its last row; what they produce is not stored.
         a_row = tl.minimum(first_row + tl.arange(0, EDGE), rows - 1)
-        b_row = tl.minimum(first_column + tl.arange(0, EDGE), rows - 1)
+        b_row = tl.minimum(first_column + tl.arange(0, WIDTH), rows - 1)
         base = matrix.to(tl.int64) * rows * depth
         step = tl.arange(0, DEPTH)
         a_tile = (a_ptr + base) + a_row[:, None] * depth + step[None, :]
         b_tile = (b_ptr + base) + b_row[:, None] * depth + step[None, :]
-        total = _first_sum(c_ptr, matrix, first_row, first_column, rows, c_scale, diagonal, HAS_C, EDGE)
+        total = _first_sum(c_ptr, matrix, first_row, first_column, rows, c_scale, diagonal, HAS_C, EDGE, WIDTH)
         for start in range(0, depth, DEPTH):
             if WHOLE_STEPS:
                 a, b = tl.load(a_tile), tl.load(b_tile)
@@ -121,26 +154,65 @@ def _symmetric_product_kernel(
             total = tl.dot(a, tl.trans(b), total, input_precision="ieee")
             a_tile += DEPTH
             b_tile += DEPTH
-        _store_both_halves(total, out_ptr, matrix, first_row, first_column, rows, alpha, EDGE)
+        result = (total * alpha).to(out_ptr.dtype.element_ty)
+        _store_tile(result, out_ptr, matrix, first_row, first_column, rows, EDGE, WIDTH, False)
 
 
 @triton.jit
 def _symmetric_product_tma_kernel(
-    a_tiles, b_tiles, c_ptr, out_ptr, rows, depth, alpha, c_scale, diagonal,
-    HAS_C: tl.constexpr, EDGE: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
+    a_tiles, b_tiles, c_ptr, out, rows, depth, alpha, c_scale, diagonal,
+    HAS_C: tl.constexpr, EDGE: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
+    TMA_STORE: tl.constexpr,
 ):  # fmt: skip
     """The same with operand tiles [rows, depth] moved by the copy engine; a_tiles and b_tiles describe [b n, k]."""
-    matrix, first_row, first_column = _tile_of(tl.program_id(0), rows, EDGE, GROUP)
+    matrix, first_row, first_column = _tile_of(tl.program_id(0), rows, EDGE, WIDTH, GROUP)
     if (first_row >= first_column) & (first_row < rows):
         # Rows outside the matrix belong to the next one, or are zero; what they produce is not stored.
         a_row = matrix * rows + first_row
         b_row = matrix * rows + first_column
-        total = _first_sum(c_ptr, matrix, first_row, first_column, rows, c_scale, diagonal, HAS_C, EDGE)
+        total = _first_sum(c_ptr, matrix, first_row, first_column, rows, c_scale, diagonal, HAS_C, EDGE, WIDTH)
         for start in range(0, depth, DEPTH):
             a = a_tiles.load([a_row, start])
             b = b_tiles.load([b_row, start])
             total = tl.dot(a, tl.trans(b), total, input_precision="ieee")
-        _store_both_halves(total, out_ptr, matrix, first_row, first_column, rows, alpha, EDGE)
+        result = (total * alpha).to(c_ptr.dtype.element_ty)
+        _store_tile(result, out, matrix, first_row, first_column, rows, EDGE, WIDTH, TMA_STORE)
+
+
+@triton.jit
+def _store_square_or_nothing(
+    result, out_tiles, matrix, first_row, first_column, rows, wanted, EDGE: tl.constexpr
+):  # fmt: skip
+    # Without a branch, which the compiler cannot merge with the loop. Columns outside are left out by the copy engine.
+    row = (first_row + tl.arange(0, EDGE))[:, None]
+    column = (first_column + tl.arange(0, EDGE))[None, :]
+    result = tl.where(row >= column, result, tl.trans(result))
+    outside = tl.where(wanted & (first_row < rows), 0, rows)
+    out_tiles.store([matrix * rows + first_row, first_column + outside], result)
+    out_tiles.store([matrix * rows + first_column, first_row + outside], tl.trans(result))
+
+
+@triton.jit
+def _symmetric_product_persistent_kernel(
+    a_tiles, b_tiles, out_tiles, rows, depth, tiles, alpha,
+    EDGE: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """The same by few programs, without C."""
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
+        matrix, first_row, first_column = _tile_of(tile, rows, EDGE, WIDTH, 1)
+        total = tl.zeros((EDGE, WIDTH), tl.float32)
+        for start in range(0, depth, DEPTH):
+            a = a_tiles.load([matrix * rows + first_row, start])
+            b = b_tiles.load([matrix * rows + first_column, start])
+            total = tl.dot(a, tl.trans(b), total, input_precision="ieee")
+        result = (total * alpha).to(out_tiles.dtype)
+        if EDGE == WIDTH:
+            _store_square_or_nothing(result, out_tiles, matrix, first_row, first_column, rows, True, EDGE)
+        else:
+            left, right = tl.split(result.reshape(EDGE, 2, EDGE).permute(0, 2, 1))
+            below = first_row > first_column
+            _store_square_or_nothing(left, out_tiles, matrix, first_row, first_column, rows, True, EDGE)
+            _store_square_or_nothing(right, out_tiles, matrix, first_row, first_column + EDGE, rows, below, EDGE)
 
 
 @triton.jit
@@ -228,6 +300,82 @@ def _normalize_kernel(
     tl.store(half_ptr + row * columns + column, (values * factor).to(half_ptr.dtype.element_ty), mask=inside)
 
 
+class Operand:
+    """A stack [b, n, k], and its tiles as the copy engine wants them described."""
+
+    __slots__ = ("_described", "stack")
+
+    def __init__(self, stack_BNK: Tensor) -> None:
+        self.stack = stack_BNK
+        self._described: dict[tuple[int, int], TensorDescriptor] = {}
+
+    def tiles(self, shape: tuple[int, int]) -> TensorDescriptor:
+        if shape not in self._described:
+            flat = self.stack.view(-1, self.stack.shape[-1])
+            self._described[shape] = TensorDescriptor.from_tensor(flat, list(shape))
+        return self._described[shape]
+
+
+class SymmetricProducts:
+    """Products of stacks of one shape, dtype and device: prepared once (`symmetric_products`), cheap to call often.
+
+    Stacks must be contiguous and begin at multiples of 16 bytes.
+    """
+
+    def __init__(self, device: torch.device, batch: int, rows: int, depth: int, tiling: Tiling, has_c: bool) -> None:
+        self._has_c, self._sizes = has_c, (rows, depth)
+        tma = tiling.tma and depth % 8 == 0
+        tma_store = tma and rows % tiling.edge == 0
+        persistent = tma_store and tiling.persistent and not has_c
+        # Shapes of tiles where the copy engine moves them, else None.
+        self._left = (tiling.edge, tiling.depth) if tma else None
+        self._right = (tiling.columns, tiling.depth) if tma else None
+        self._out = (tiling.edge, tiling.edge) if tma_store else None
+        self._persistent = persistent
+        groups = triton.cdiv(rows, tiling.columns * tiling.group)
+        tiles = batch * (groups * (groups + 1) // 2) * tiling.group**2 * (tiling.columns // tiling.edge)
+        constants: dict[str, Any] = {"EDGE": tiling.edge, "WIDTH": tiling.columns, "DEPTH": tiling.depth}
+        if persistent:
+            kernel, grid = _symmetric_product_persistent_kernel, (min(tiles, num_sms(device)),)
+            self._sizes = (rows, depth, tiles)
+        else:
+            kernel, grid = _symmetric_product_tma_kernel if tma else _symmetric_product_kernel, (tiles,)
+            constants = {"HAS_C": has_c, **constants, "GROUP": tiling.group}
+            constants |= {"TMA_STORE": tma_store} if tma else {"WHOLE_STEPS": depth % tiling.depth == 0}
+        self._launch = Launch(kernel, grid, constants, num_warps=tiling.warps, num_stages=tiling.stages)
+
+    def __call__(
+        self,
+        a: Operand,
+        b: Operand,
+        out: Operand,
+        *,
+        alpha: float = 1.0,
+        c: Operand | None = None,
+        beta: float = 0.0,
+        diagonal: float = 0.0,
+    ) -> None:
+        """out <- alpha A B^T + beta C + diagonal I, or alpha A B^T without C. Checks nothing."""
+        left = a.stack if self._left is None else a.tiles(self._left)
+        right = b.stack if self._right is None else b.tiles(self._right)
+        target = out.stack if self._out is None else out.tiles(self._out)
+        if self._persistent:
+            self._launch(left, right, target, *self._sizes, alpha)
+        elif c is None:
+            self._launch(left, right, out.stack, target, *self._sizes, alpha, 0.0, 0.0)
+        elif alpha == 0:
+            torch.mul(c.stack, beta, out=out.stack).diagonal(dim1=-2, dim2=-1).add_(diagonal)
+        else:
+            self._launch(left, right, c.stack, target, *self._sizes, alpha, beta / alpha, diagonal / alpha)
+
+
+@lru_cache(maxsize=1024)
+def symmetric_products(
+    device: torch.device, dtype: torch.dtype, batch: int, rows: int, depth: int, tiling: Tiling, has_c: bool
+) -> SymmetricProducts:
+    return SymmetricProducts(device, batch, rows, depth, tiling, has_c)
+
+
 def symmetric_product(
     a_BNK: Tensor,
     b_BNK: Tensor,
@@ -242,33 +390,13 @@ def symmetric_product(
     """alpha A B^T + beta C + diagonal I, or alpha A B^T without C, for contiguous stacks whose product is symmetric.
     Never writes A, B or C."""
     batch, rows, depth = a_BNK.shape
-    _check_operands(a_BNK, b_BNK, c_BNN)
+    _check_operands(a_BNK, b_BNK, c_BNN, out_BNN)
     out = a_BNK.new_empty(batch, rows, rows) if out_BNN is None else out_BNN
-    if alpha == 0 and c_BNN is not None:
-        torch.mul(c_BNN, beta, out=out).diagonal(dim1=-2, dim2=-1).add_(diagonal)
-        return out
-    groups = triton.cdiv(rows, tiling.edge * tiling.group)
-    grid = (batch * (groups * (groups + 1) // 2) * tiling.group**2,)
-    added = (0.0, 0.0) if c_BNN is None else (beta / alpha, diagonal / alpha)
-    arguments = (out if c_BNN is None else c_BNN, out, rows, depth, alpha, *added)
-    options = {
-        **{"HAS_C": c_BNN is not None, "EDGE": tiling.edge, "DEPTH": tiling.depth, "GROUP": tiling.group},
-        **{"num_warps": tiling.warps, "num_stages": tiling.stages},
-    }
-    with torch.cuda.device_of(a_BNK):
-        if tiling.tma and depth % 8 == 0:
-            a_tiles, b_tiles = (_descriptor(x, tiling.edge, tiling.depth) for x in (a_BNK, b_BNK))
-            _symmetric_product_tma_kernel[grid](a_tiles, b_tiles, *arguments, **options)
-        else:
-            whole = depth % tiling.depth == 0
-            _symmetric_product_kernel[grid](a_BNK, b_BNK, *arguments, WHOLE_STEPS=whole, **options)
+    multiply = symmetric_products(a_BNK.device, a_BNK.dtype, batch, rows, depth, tiling, c_BNN is not None)
+    c = None if c_BNN is None else Operand(c_BNN)
+    with device_of(a_BNK):
+        multiply(Operand(a_BNK), Operand(b_BNK), Operand(out), alpha=alpha, c=c, beta=beta, diagonal=diagonal)
     return out
-
-
-def _descriptor(x_BNK: Tensor, rows: int, depth: int):
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    return TensorDescriptor.from_tensor(x_BNK.view(-1, x_BNK.shape[-1]), [rows, depth])
 
 
 def normalized_stack(x_BNM: Tensor, dtype: torch.dtype) -> Tensor:
@@ -279,15 +407,14 @@ def normalized_stack(x_BNM: Tensor, dtype: torch.dtype) -> Tensor:
         rows, columns = columns, rows
     if x_BNM.stride(2) != 1:
         x_BNM = x_BNM.contiguous()
-    half = torch.empty(batch, rows, columns, dtype=dtype, device=x_BNM.device)
+    device, strides = x_BNM.device, x_BNM.stride()
+    half = torch.empty(batch, rows, columns, dtype=dtype, device=device)
     tiles = num_tiles(rows, columns)
-    exponents = torch.empty(batch, tiles, dtype=torch.int32, device=x_BNM.device)
-    squares = torch.empty(batch, tiles, dtype=torch.float32, device=x_BNM.device)
-    with torch.cuda.device_of(x_BNM):
-        _scale_tiles_kernel[(tiles, batch)](
-            x_BNM, half, exponents, squares, rows, columns, x_BNM.stride(0), x_BNM.stride(1),
-            TURNED=turned, TILE_ROWS=TILE_ROWS, TILE_COLUMNS=TILE_COLUMNS, num_warps=TILE_WARPS,
-        )  # fmt: skip
+    exponents = torch.empty(batch, tiles, dtype=torch.int32, device=device)
+    squares = torch.empty(batch, tiles, dtype=torch.float32, device=device)
+    kind = (device, x_BNM.dtype, dtype, batch, rows, columns, strides, turned, is_aligned(x_BNM))
+    with device_of(x_BNM):
+        _scale_tiles(*kind)(x_BNM, half, exponents, squares, rows, columns, strides[0], strides[1])
     return normalize(half, exponents, squares)
 
 
@@ -296,15 +423,38 @@ def num_tiles(rows: int, columns: int) -> int:
 
 
 def normalize(half_BNM: Tensor, exponents_BT: Tensor, squares_BT: Tensor) -> Tensor:
-    """Finish what `scale_tile` began: the stack, in place, with every matrix of Frobenius norm 1 (or 0, or NaN)."""
+    """Finish what `scale_tile` began: the stack, in place, with every matrix of Frobenius norm 1 (or 0, or NaN).
+    All three are new tensors, not parts of others."""
     batch, rows, columns = half_BNM.shape
     tiles = exponents_BT.shape[1]
-    with torch.cuda.device_of(half_BNM):
-        _tile_factors_kernel[(batch,)](exponents_BT, squares_BT, tiles, BLOCK=1024, num_warps=4)
-        _normalize_kernel[(tiles, batch)](
-            half_BNM, squares_BT, rows, columns, TILE_ROWS=TILE_ROWS, TILE_COLUMNS=TILE_COLUMNS, num_warps=TILE_WARPS
-        )
+    find_factors, multiply = _normalization(half_BNM.device, half_BNM.dtype, batch, rows, columns)
+    with device_of(half_BNM):
+        find_factors(exponents_BT, squares_BT, tiles)
+        multiply(half_BNM, squares_BT, rows, columns)
     return half_BNM
+
+
+# One of each for every kind of arguments.
+
+
+@lru_cache(maxsize=1024)
+def _scale_tiles(
+    device: torch.device, x_dtype: torch.dtype, dtype: torch.dtype, batch: int, rows: int, columns: int,
+    strides: tuple[int, ...], turned: bool, x_is_aligned: bool,
+) -> Launch:  # fmt: skip
+    constants = {"TURNED": turned, **TILE_CONSTANTS}
+    return Launch(_scale_tiles_kernel, (num_tiles(rows, columns), batch), constants, num_warps=TILE_WARPS)
+
+
+@lru_cache(maxsize=1024)
+def _normalization(
+    device: torch.device, dtype: torch.dtype, batch: int, rows: int, columns: int
+) -> tuple[Launch, Launch]:
+    tiles = num_tiles(rows, columns)
+    return (
+        Launch(_tile_factors_kernel, (batch,), {"BLOCK": 1024}, num_warps=4),
+        Launch(_normalize_kernel, (tiles, batch), TILE_CONSTANTS, num_warps=TILE_WARPS),
+    )
 
 
 @lru_cache(maxsize=16)
@@ -313,16 +463,16 @@ def why_not_on(device: torch.device) -> str | None:
     return why_not_triton(torch.empty(0, device=device))
 
 
-def _check_operands(a_BNK: Tensor, b_BNK: Tensor, c_BNN: Tensor | None) -> None:
+def _check_operands(a_BNK: Tensor, b_BNK: Tensor, c_BNN: Tensor | None, out_BNN: Tensor | None) -> None:
     if reason := why_not_on(a_BNK.device):
         raise ValueError(f"symmetric_product: {reason}")
     batch, rows, depth = a_BNK.shape
-    square = (batch, rows, rows)
-    if b_BNK.shape != a_BNK.shape or (c_BNN is not None and c_BNN.shape != square):
-        shapes = [tuple(each.shape) for each in (a_BNK, b_BNK, c_BNN) if each is not None]
+    results = [each for each in (c_BNN, out_BNN) if each is not None]
+    if b_BNK.shape != a_BNK.shape or any(each.shape != (batch, rows, rows) for each in results):
+        shapes = [tuple(each.shape) for each in (a_BNK, b_BNK, *results)]
         raise ValueError(f"symmetric_product needs A and B [b, n, k] and C [b, n, n], got {shapes}")
-    operands = [a_BNK, b_BNK] if c_BNN is None else [a_BNK, b_BNK, c_BNN]
-    if any(not each.is_contiguous() or each.dtype != a_BNK.dtype for each in operands):
-        raise ValueError("symmetric_product needs contiguous operands of one dtype")
+    for each in (a_BNK, b_BNK, *results):
+        if not each.is_contiguous() or each.dtype != a_BNK.dtype or not is_aligned(each):
+            raise ValueError("symmetric_product needs contiguous operands of one dtype, at multiples of 16 bytes")
     if rows * max(rows, depth) >= 2**31:
         raise ValueError(f"symmetric_product takes matrices below 2^31 elements, got {rows} x {max(rows, depth)}")

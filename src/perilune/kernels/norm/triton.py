@@ -12,11 +12,14 @@ A program of the backward walks over tokens with a fixed stride and keeps its sh
 added in a second, ordered step: the same bits in every run.
 """
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from perilune.kernels.launch import launch
 from perilune.kernels.operator import operator
 from perilune.kernels.triton_support import num_sms
 
@@ -77,7 +80,10 @@ def _backward_kernel(
 
 
 @triton.jit
-def _add_shares_kernel(partial_ptr, total_ptr, num_shares, num_columns, SHARES: tl.constexpr, COLUMNS: tl.constexpr):
+def _add_shares_kernel(
+    partial_ptr, more_ptr, total_ptr, num_shares, num_columns, first_more,
+    SHARES: tl.constexpr, COLUMNS: tl.constexpr, MORE: tl.constexpr,
+):  # fmt: skip
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     inside = columns < num_columns
     total = tl.zeros([SHARES, COLUMNS], tl.float32)
@@ -85,20 +91,32 @@ def _add_shares_kernel(partial_ptr, total_ptr, num_shares, num_columns, SHARES: 
         shares = first + tl.arange(0, SHARES)[:, None]
         place = shares * num_columns + columns
         total += tl.load(partial_ptr + place, mask=inside & (shares < num_shares), other=0.0)
-    tl.store(total_ptr + columns, tl.sum(total, axis=0)[None, :], mask=inside)
+    total = tl.sum(total, axis=0)[None, :]
+    if MORE:
+        total += tl.load(more_ptr + columns - first_more, mask=inside & (columns >= first_more), other=0.0)
+    tl.store(total_ptr + columns, total, mask=inside)
 
 
-def add_shares(partial: Tensor) -> Tensor:
-    """Sum over the first dimension in a fixed order, all rows in flight at once; torch's own takes twice as long."""
+def add_shares(partial: Tensor, more: Tensor | None = None) -> Tensor:
+    """Sum over the first dimension in a fixed order, all rows in flight at once; torch's own takes twice as long.
+
+    `more` is added to the last rows of the sum.
+    """
     total = torch.empty(partial.shape[1:], dtype=torch.float32, device=partial.device)
-    if total.numel():
-        _add_shares_kernel[(triton.cdiv(total.numel(), 16),)](
-            partial, total, partial.shape[0], total.numel(),
-            SHARES=min(1024, triton.next_power_of_2(partial.shape[0])), COLUMNS=16, num_warps=8,
+    shares, columns = partial.shape[0], total.numel()
+    first_more = 0 if more is None else columns - more.numel()
+    if columns:
+        launch(
+            _add_shares_kernel, triton.cdiv(columns, 16),
+            (partial, partial if more is None else more.contiguous(), total, shares, columns, first_more),
+            ("add_shares", partial.device.index, shares, columns, first_more, more is not None),
+            {"SHARES": min(1024, triton.next_power_of_2(shares)), "COLUMNS": 16, "MORE": more is not None,
+             "num_warps": 8},
         )  # fmt: skip
     return total
 
 
+@lru_cache(maxsize=64)
 def row_tile(width: int) -> tuple[int, int, int]:
     """(block, tokens, warps): columns of a tile, a power of two; tokens in it; warps, 8 elements to a thread.
 
@@ -117,9 +135,10 @@ def row_programs(num_tiles: int, block: int, device: torch.device, *, most: int)
 
 
 def row_stages(block: int, dtype: torch.dtype) -> int:
-    """Tiles in flight. Three raise merge_backward from 67% to 82% of copy bandwidth, and the backward here from 69% to
-    78%, for 1,024 columns of half precision on an H200; other widths are not measured."""
-    return 3 if block * dtype.itemsize == 2048 else 1
+    """Tiles in flight. On an H200, for 1,024 and 2,048 columns of half precision, three raise merge_backward from 69%
+    and 64% to 84% and 88% of copy bandwidth, and the backward here from 70% and 81% to 80% and 87%; other widths are
+    not measured."""
+    return 3 if block * dtype.itemsize in (2048, 4096) else 1
 
 
 def _launch_forward(residual: Tensor | None, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -131,9 +150,13 @@ def _launch_forward(residual: Tensor | None, x: Tensor, weight: Tensor, eps: flo
     inverse_rms = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
     if x.numel():
         block, tokens, warps = row_tile(width)
-        _forward_kernel[(triton.cdiv(num_tokens, tokens),)](
-            x if residual is None else residual.contiguous(), x, weight.contiguous(), total, normed, inverse_rms,
-            num_tokens, eps, WIDTH=width, BLOCK=block, TOKENS=tokens, ADD=residual is not None, num_warps=warps,
+        add = residual is not None
+        launch(
+            _forward_kernel, triton.cdiv(num_tokens, tokens),
+            (x if residual is None else residual.contiguous(), x, weight.contiguous(), total, normed, inverse_rms,
+             num_tokens, eps),
+            ("norm_forward", x.device.index, width, add),
+            {"WIDTH": width, "BLOCK": block, "TOKENS": tokens, "ADD": add, "num_warps": warps},
         )  # fmt: skip
     return total, normed, inverse_rms
 
@@ -150,11 +173,14 @@ def _launch_backward(
     block, tokens, warps = row_tile(width)
     programs = row_programs(triton.cdiv(num_tokens, tokens), block, total.device, most=4)
     partial = torch.empty(programs, width, dtype=torch.float32, device=total.device)
-    _backward_kernel[(programs,)](
-        grad_normed, grad_normed if grad_total is None else grad_total.contiguous(), total, weight.contiguous(),
-        inverse_rms, grad, partial, num_tokens,
-        WIDTH=width, BLOCK=block, TOKENS=tokens, ADD=grad_total is not None, STAGES=row_stages(block, total.dtype),
-        num_warps=warps,
+    add = grad_total is not None
+    launch(
+        _backward_kernel, programs,
+        (grad_normed, grad_normed if grad_total is None else grad_total.contiguous(), total, weight.contiguous(),
+         inverse_rms, grad, partial, num_tokens),
+        ("norm_backward", total.device.index, width, add),
+        {"WIDTH": width, "BLOCK": block, "TOKENS": tokens, "ADD": add, "STAGES": row_stages(block, total.dtype),
+         "num_warps": warps},
     )  # fmt: skip
     return grad, add_shares(partial).to(weight.dtype)
 

@@ -27,11 +27,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from perilune.kernels.norm.triton import add_shares
 from perilune.kernels.operator import operator
 from perilune.kernels.short_conv.states import final_state, state_gradient
 from perilune.kernels.triton_activations import sigmoid
 
 MAX_WIDTH = 8
+MOST_SHARES = 2**31  # offsets that fit into 32 bits
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -440,7 +442,7 @@ def backward_parts(dy_parts: list[Tensor], x_BTC: Tensor, weight_CW: Tensor, *, 
         WHOLE=part_channels % block == 0, SILU=silu, PACKED=origins is not None, HAS_STATE=state is not None,
         num_warps=launch.num_warps,
     )  # fmt: skip
-    return partials.sum(0).T
+    return (add_shares(partials) if partials.numel() < MOST_SHARES else partials.sum(0)).T
 
 
 def rows_with_unit_stride(x: Tensor) -> Tensor:
