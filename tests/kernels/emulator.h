@@ -48,6 +48,7 @@ inline void mma_f16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t
 inline void mma_bf16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) { emu_mma(d, a, b0, b1, b16); }
 inline uint32_t turned(uint32_t x) { Warp &w = warp(); int l = lane_(); w.u[l][6] = x; w.b.wait(); int g = l >> 2, t = (l & 3) * 2;
   auto at = [&](int r, int c) { return w.u[r * 4 + c / 2][6] >> ((c & 1) * 16) & 0xffff; }; uint32_t o = at(t, g) | at(t + 1, g) << 16; w.b.wait(); return o; }
+inline uint32_t turned_again(uint32_t x) { return turned(x); }
 inline void emu_ldmatrix(uint32_t (&r)[4], const void *p, bool trans) { Warp &w = warp(); int l = lane_(); w.p[l] = p; w.b.wait(); int g = l >> 2, t = (l & 3) * 2;
   for (int m = 0; m < 4; m++) { auto at = [&](int row, int c) { return (uint32_t)((const uint16_t *)w.p[m * 8 + row])[c]; };
     r[m] = trans ? (at(t, g) | at(t + 1, g) << 16) : (at(g, t) | at(g, t + 1) << 16); } w.b.wait(); }

@@ -147,7 +147,7 @@ def test_cuda_sources_equal_the_triton_kernels(kernel, monkeypatch, T: int, gate
     out, flows = fed["d_o"].bfloat16().contiguous(), fed["flows"].contiguous()
     kernel("gradients", x.dtype)(
         kind, programs, q, k, x, half, A_log, dt_bias, beta, out, fed["rstd"], fed["along"], flows, *tables, *rounded,
-        *own, strength, d_bias, d_rate, *strides(q, k, x, beta, out), H, scale, bound, beta_max, flows.shape[2], 1,
+        *own, strength, d_bias, d_rate, *strides(q, k, x, beta, out), H, scale, bound, beta_max, 1,
         *ints,
     )  # fmt: skip
     for got_gradient, want in zip(own, (d_q, d_k, d_x), strict=True):

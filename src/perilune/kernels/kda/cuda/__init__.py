@@ -66,7 +66,7 @@ def shared_memory(name: str, key_dim: int, value_dim: int, *, known: int = 0) ->
     if name == "signals":
         return CHUNK * (3 * value_dim + CHUNK) * 2
     tiles = (3 * CHUNK + 2 * 16) * value_dim * 2
-    return tiles + EXCHANGE + 14 * key_dim * 4 + 128 * 4 + CHUNK * 24
+    return tiles + EXCHANGE + 14 * key_dim * 4 + 128 * 4 + CHUNK * 32
 
 
 def num_threads(name: str) -> int:

@@ -3,15 +3,21 @@
 // for all channels fills the registers: scalars of a token lie in shared memory, addresses are offsets of 32 bits, and
 // decays are computed again where they are needed again.
 
+#define FLOWS (V / 32)  // parts of the scan
+
 struct Sum { float a[4], b[4]; };  // 16 tokens x 16 channels, two n8 tiles
 __device__ __forceinline__ void add(Sum &s, const uint32_t (&m)[4], const Four &x) {
   mma_bf16(s.a, m, x.r[0], x.r[1]);
   mma_bf16(s.b, m, x.r[2], x.r[3]);
 }
 __device__ __forceinline__ Tile tile_of(const Sum &s) { return tile_of(s.a, s.b); }
-__device__ __forceinline__ void load_pairs(uint32_t (&m)[4], const u16 *pairs, int lane, bool transposed) {
+struct Pairs { uint2 up, down; };  // 16 x 16 as they come from memory
+__device__ __forceinline__ Pairs load_pairs(const u16 *pairs, int lane) {
   const u16 *p = pairs + (lane >> 2) * C + neighbours_column(lane);
-  uint2 up = from_neighbours(*(const uint2 *)p, lane), down = from_neighbours(*(const uint2 *)(p + 8 * C), lane);
+  return {*(const uint2 *)p, *(const uint2 *)(p + 8 * C)};
+}
+__device__ __forceinline__ void operand(uint32_t (&m)[4], const Pairs &pairs, int lane, bool transposed) {
+  uint2 up = from_neighbours(pairs.up, lane), down = from_neighbours(pairs.down, lane);
   if (transposed) m[0] = turned(up.x), m[1] = turned(up.y), m[2] = turned(down.x), m[3] = turned(down.y);
   else m[0] = up.x, m[1] = down.x, m[2] = up.y, m[3] = down.y;
 }
@@ -23,7 +29,7 @@ extern "C" __global__ void __launch_bounds__(128, 3) kda_gradients(
     const u16 *d_P, u16 *d_q, u16 *d_k, X *d_x, float *d_beta /* values' part in, whole out */,
     float *d_bias /* [chunks, H, K] */, float *d_rate /* [chunks, H] */, int q_token, int q_head, int k_token, int k_head,
     int x_token, int x_head, int beta_token, int beta_head, int do_token, int do_head, int H, double scale_,
-    double lower_bound_, double beta_max_, int num_flows, int l2norm, int beta_sigmoid, int has_rate) {
+    double lower_bound_, double beta_max_, int l2norm, int beta_sigmoid, int has_rate) {
   extern __shared__ __align__(16) unsigned char memory[];
   const float scale = (float)scale_, lower_bound = (float)lower_bound_, beta_max = (float)beta_max_;
   u16 *sy = (u16 *)memory, *so = sy + C * V, *sd = so + C * V, *ss = sd + C * V, *sds = ss + 16 * V;
@@ -33,17 +39,17 @@ extern "C" __global__ void __launch_bounds__(128, 3) kda_gradients(
   float *ends = afters + 4 * K;                          // [2 kinds][4 blocks][16]
   float *flow = ends + 128;                              // [K]
   float4 *rows = (float4 *)(flow + K);                   // [C] reciprocal norm of k, of q times scale, strength, norm of q
-  float2 *alongs = (float2 *)(rows + C);                 // [C] what is along k and q in their gradients
+  float4 *alongs = rows + C;                             // [C] what is along k and q; beta: values' part, slope
   float *biases = (float *)(alongs + C);                 // [K]
   long long record = blockIdx.x, chunk = record / H;
   int head = record % H, length = chunk_length[chunk], tid = threadIdx.x, lane = tid & 31, w = tid >> 5;
+  const long long start = chunk_start[chunk];
   if (length == 0) {
     if (tid < K) d_bias[record * K + tid] = 0.0f;
     if (tid == 0) d_rate[record] = 0.0f;
     return;
   }
   const int gr = lane >> 2, t2 = (lane & 3) * 2, four = t2 * 2;
-  const long long start = chunk_start[chunk];
   {
     const u16 *y_at = signals + record * C * V, *d_at = writes + record * C * V;
     const u16 *o_at = d_o + start * do_token + (long long)head * do_head;
@@ -68,24 +74,53 @@ extern "C" __global__ void __launch_bounds__(128, 3) kda_gradients(
     commit_copies();
   };
   fetch_states(0);
+  // All that comes straight to registers is asked for before any of it is used.
+  const int row = 16 * w + gr;
+  const bool on0 = row < length, on1 = row + 8 < length;
+  // Offsets inside the chunk of a lane's channels in tensors [tokens, H, K] and in q, k and x.
+  const uint32_t here = row * H * K + four, q_here = row * q_token + four, k_here = row * k_token + four;
+  const u16 *q_at = q + start * q_token + (long long)head * q_head, *k_at = k + start * k_token + (long long)head * k_head;
+  const X *x_at = x + start * x_token + (long long)head * x_head;
+  const long long base = (start * H + head) * K;
+  auto load = [&](const u16 *from, uint32_t offset, int step) -> Four {
+    uint2 a = on0 ? load8(from + offset) : make_uint2(0u, 0u);
+    uint2 b = on1 ? load8(from + offset + 8u * step) : make_uint2(0u, 0u);
+    return {{a.x, b.x, a.y, b.y}};
+  };
+  const bool far_rows = w >= 2, near_rows = w & 1;
+  const int far_at = far_rows ? 16 * w * C : 32 * C + 16 * w, far_step = far_rows ? 16 : 16 * C;
+  const int near_at = near_rows ? 16 * w * C + 16 * (w - 1) : 16 * (w + 1) * C + 16 * w, own_at = 16 * w * C + 16 * w;
+  Four all_gates[K / 16];
+#pragma unroll
+  for (int c = 0; c < K; c += 16) all_gates[c / 16] = load(gates + base, here + c, H * K);
+  const u16 *pl = d_L + record * C * C, *pp = d_P + record * C * C;
+  const Pairs raw[8] = {load_pairs(pl + far_at, lane), load_pairs(pl + far_at + far_step, lane), load_pairs(pp + far_at, lane),
+                        load_pairs(pp + far_at + far_step, lane), load_pairs(pl + near_at, lane), load_pairs(pp + near_at, lane),
+                        load_pairs(pl + own_at, lane), load_pairs(pp + own_at, lane)};
+  for (int i = tid; i < K; i += 128) {
+    float part[FLOWS], sum = 0.0f;
+#pragma unroll
+    for (int f = 0; f < FLOWS; f++) part[f] = flows[(record * FLOWS + f) * K + i];
+    biases[i] = GATE ? dt_bias[head * K + i] : 0.0f;
+    for (int f = 0; f < FLOWS; f++) sum += part[f];
+    flow[i] = sum;
+  }
   if (tid < C) {
-    float strength = 0.0f;
+    float strength = 0.0f, slope = 1.0f, values = 0.0f;
     float2 norm = make_float2(1.0f, 1.0f), part = make_float2(0.0f, 0.0f);
     if (tid < length) {
       long long place = (start + tid) * H + head;
       strength = beta[(start + tid) * beta_token + (long long)head * beta_head];
-      if (beta_sigmoid) strength = beta_max / (1.0f + __expf(-strength));
+      values = d_beta[place];
       if (l2norm) norm = *(const float2 *)(rstd + place * 2), part = *(const float2 *)(along + place * 2);
+      if (beta_sigmoid) {
+        float open = 1.0f / (1.0f + __expf(-strength));
+        strength = beta_max * open;
+        slope = strength * (1.0f - open);
+      }
     }
     rows[tid] = make_float4(norm.y, norm.x * scale, strength, norm.x);
-    alongs[tid] = make_float2(part.y, part.x / scale);
-  }
-  for (int i = tid; i < K; i += 128) {
-    float sum = 0;
-#pragma unroll 1
-    for (int f = 0; f < num_flows; f++) sum += flows[(record * num_flows + f) * K + i];
-    flow[i] = sum;
-    biases[i] = GATE ? dt_bias[head * K + i] : 0.0f;
+    alongs[tid] = make_float4(part.y, part.x / scale, values, slope);
   }
   const float rate = GATE && has_rate ? __expf(A_log[head]) : 1.0f;
   uint32_t prefix_m[4], half_m[4], octet_m[4], later_m[4];
@@ -94,43 +129,22 @@ extern "C" __global__ void __launch_bounds__(128, 3) kda_gradients(
   mask_operand(octet_m, lane, ONE_F16, [](int i, int t) { return (i >> 3) == (t >> 3) && t <= i; });
   mask_operand(later_m, lane, ONE_BF16, [](int i, int t) { return t >= i; });
   const uint32_t ones = ONE_F16 | ONE_F16 << 16, ones_m[4] = {ones, ones, ones, ones};
-
-  const int row = 16 * w + gr;
-  const bool on0 = row < length, on1 = row + 8 < length;
-  // Offsets inside the chunk of a lane's channels in tensors [tokens, H, K] and in q, k and x.
-  const uint32_t here = row * H * K + four, q_here = row * q_token + four, k_here = row * k_token + four;
-  const u16 *q_at = q + start * q_token + (long long)head * q_head, *k_at = k + start * k_token + (long long)head * k_head;
-  const X *x_at = x + start * x_token + (long long)head * x_head + (on0 ? row * x_token : 0) + four;
-  const long long base = (start * H + head) * K;
-  auto load = [&](const u16 *from, uint32_t offset, int step) -> Four {
-    uint2 a = on0 ? load8(from + offset) : make_uint2(0u, 0u);
-    uint2 b = on1 ? load8(from + offset + 8u * step) : make_uint2(0u, 0u);
-    return {{a.x, b.x, a.y, b.y}};
-  };
   // Totals of the blocks' gates.
-#pragma unroll 4
+#pragma unroll
   for (int c = 0; c < K; c += 16) {
-    Tile all = sums(ones_m, turned(load(gates + base, here + c, H * K)));
+    Tile all = sums(ones_m, turned(all_gates[c / 16]));
     if (gr == 0) *(float4 *)(totals + w * K + c + four) = make_float4(all.v[0], all.v[1], all.v[2], all.v[3]);
   }
   // Gradients of the pairs, kept for all channels. Far: blocks of the other half; near: the neighbour; diag: the own block.
-  const bool far_rows = w >= 2, near_rows = w & 1;
   uint32_t far_l[2][4], far_p[2][4], near_l[4], near_p[4], diag_l[4], diag_p[4];
-  {
-    const u16 *pl = d_L + record * C * C, *pp = d_P + record * C * C;
-#pragma unroll
-    for (int j = 0; j < 2; j++) {
-      int at = far_rows ? 16 * w * C + 16 * j : 16 * (2 + j) * C + 16 * w;
-      load_pairs(far_l[j], pl + at, lane, !far_rows);
-      load_pairs(far_p[j], pp + at, lane, !far_rows);
-    }
-    int at = near_rows ? 16 * w * C + 16 * (w - 1) : 16 * (w + 1) * C + 16 * w;
-    load_pairs(near_l, pl + at, lane, !near_rows);
-    load_pairs(near_p, pp + at, lane, !near_rows);
-    at = 16 * w * C + 16 * w;
-    load_pairs(diag_l, pl + at, lane, false);
-    load_pairs(diag_p, pp + at, lane, false);
+  for (int j = 0; j < 2; j++) {
+    operand(far_l[j], raw[j], lane, !far_rows);
+    operand(far_p[j], raw[2 + j], lane, !far_rows);
   }
+  operand(near_l, raw[4], lane, !near_rows);
+  operand(near_p, raw[5], lane, !near_rows);
+  operand(diag_l, raw[6], lane, false);
+  operand(diag_p, raw[7], lane, false);
   float strength_part[2] = {0, 0}, rate_part = 0.0f;
   __syncthreads();
   add_up(totals, befores, afters, tid);
@@ -233,7 +247,7 @@ extern "C" __global__ void __launch_bounds__(128, 3) kda_gradients(
       Four fc = packed(kx), fw = packed(with_strength(kx)), fr = packed(times(query, x));
       Four col = turned(fc), wr = turned(fw), rr = turned(fr);
       uint32_t ml[4] = {0, diag_l[1], 0, 0}, mp[4] = {0, diag_p[1], 0, 0};
-      uint32_t tl[4] = {0, 0, turned(diag_l[1]), 0}, tp[4] = {0, 0, turned(diag_p[1]), 0};
+      uint32_t tl[4] = {0, 0, turned_again(diag_l[1]), 0}, tp[4] = {0, 0, turned_again(diag_p[1]), 0};
       Sum a = {}, b = {}, t = {};
       add(a, ml, col);
       add(b, mp, col);
@@ -293,7 +307,7 @@ extern "C" __global__ void __launch_bounds__(128, 3) kda_gradients(
       Four fc = packed(times(key, y)), fw = packed(with_strength(times(key, x))), fr = packed(times(query, x));
       Four col = turned(fc), wr = turned(fw), rr = turned(fr);
       uint32_t ml[4] = {diag_l[0], 0, 0, diag_l[3]}, mp[4] = {diag_p[0], 0, 0, diag_p[3]};
-      uint32_t tl[4] = {turned(diag_l[0]), 0, 0, turned(diag_l[3])}, tp[4] = {turned(diag_p[0]), 0, 0, turned(diag_p[3])};
+      uint32_t tl[4] = {turned_again(diag_l[0]), 0, 0, turned_again(diag_l[3])}, tp[4] = {turned_again(diag_p[0]), 0, 0, turned_again(diag_p[3])};
       Sum a = {}, b = {}, t = {};
       add(a, ml, col);
       add(b, mp, col);
@@ -309,8 +323,8 @@ extern "C" __global__ void __launch_bounds__(128, 3) kda_gradients(
     }
     Raw<4, X> raw[2];
     if (GATE) {
-      raw[0].load(x_at + c);
-      raw[1].load(x_at + c + (on1 ? 8 * x_token : 0));
+      raw[0].load(x_at + (uint32_t)((on0 ? row * x_token : 0) + four + c));
+      raw[1].load(x_at + (uint32_t)((on1 ? (row + 8) * x_token : 0) + four + c));
     }
     for (int i = 0; i < 8; i++) strength_part[i >> 2] += d_write.v[i] * key.v[i];
     Tile d_gate;  // dG, its sums from a token to the end of the chunk, and what reaches the gates through the state
@@ -328,13 +342,13 @@ extern "C" __global__ void __launch_bounds__(128, 3) kda_gradients(
       *(float4 *)(ends + 64 + w * 16 + four) = make_float4(keys[0], keys[1], keys[2], keys[3]);
     }
     {
-      const float2 along0 = alongs[row], along1 = alongs[row + 8];
+      const float4 along0 = alongs[row], along1 = alongs[row + 8], norm0 = rows[row], norm1 = rows[row + 8];
       Tile d_query;
       for (int i = 0; i < 8; i++) {
         float kg = d_key.v[i] + d_write.v[i] * strength[i >> 2], qg = d_read.v[i] * scale;
         if (l2norm) {
-          kg = (kg - key.v[i] * (i < 4 ? along0.x : along1.x)) * (i < 4 ? row0.x : row1.x);
-          qg = (qg - query.v[i] * (i < 4 ? along0.y : along1.y)) * (i < 4 ? row0.w : row1.w);
+          kg = (kg - key.v[i] * (i < 4 ? along0.x : along1.x)) * (i < 4 ? norm0.x : norm1.x);
+          qg = (qg - query.v[i] * (i < 4 ? along0.y : along1.y)) * (i < 4 ? norm0.w : norm1.w);
         }
         d_key.v[i] = kg;
         d_query.v[i] = qg;
@@ -390,13 +404,8 @@ extern "C" __global__ void __launch_bounds__(128, 3) kda_gradients(
     strength_part[r] += __shfl_xor_sync(~0u, strength_part[r], 1);
     strength_part[r] += __shfl_xor_sync(~0u, strength_part[r], 2);
     if (t2 == 0 && (r ? on1 : on0)) {
-      long long token = start + row + 8 * r;
-      float *at = d_beta + token * H + head, value = *at + strength_part[r];
-      if (beta_sigmoid) {
-        float open = 1.0f / (1.0f + __expf(-beta[token * beta_token + (long long)head * beta_head]));
-        value *= beta_max * open * (1.0f - open);
-      }
-      *at = value;
+      const float4 part = alongs[row + 8 * r];
+      d_beta[(start + row + 8 * r) * H + head] = (part.z + strength_part[r]) * part.w;
     }
   }
   if (GATE) {

@@ -73,8 +73,8 @@ extern "C" __global__ void __launch_bounds__(128, KNOWN ? 4 : 3) kda_prepare(
   uint4 *exchange = (uint4 *)(strengths + C);  // unless KNOWN: [2 buffers][4 blocks][2 levels][32 lanes]
   long long record = blockIdx.x, chunk = record / H;
   int head = record % H, length = chunk_length[chunk];
-  if (length == 0) return;
   long long start = chunk_start[chunk];
+  if (length == 0) return;
   int tid = threadIdx.x, lane = tid & 31, w = tid >> 5, gr = lane >> 2, t2 = (lane & 3) * 2;
   {
     const u16 *q_at = q + start * q_token + (long long)head * q_head, *k_at = k + start * k_token + (long long)head * k_head;
@@ -87,18 +87,6 @@ extern "C" __global__ void __launch_bounds__(128, KNOWN ? 4 : 3) kda_prepare(
     }
     commit_copies();
   }
-  if (tid < C) {
-    float strength = 0.0f;
-    float2 pair = make_float2(1.0f, 1.0f);
-    if (tid < length) {
-      strength = beta[(start + tid) * beta_token + (long long)head * beta_head];
-      if (beta_sigmoid) strength = beta_max / (1.0f + __expf(-strength));
-      if (KNOWN && l2norm) pair = *(const float2 *)(rstd + ((start + tid) * H + head) * 2);
-    }
-    strengths[tid] = strength;
-    norms[tid] = pair.x;
-    norms[C + tid] = pair.y;
-  }
   {  // The gates in float16. A thread has eight channels of K / 16 tokens.
     int eight = tid % (K / 8), first = tid / (K / 8);
     const X *x_at = x + start * x_token + (long long)head * x_head + eight * 8;
@@ -107,6 +95,18 @@ extern "C" __global__ void __launch_bounds__(128, KNOWN ? 4 : 3) kda_prepare(
     for (int j = 0; j < K / 16; j++) {
       int row = first + j * (1024 / K);
       raw[j].load(x_at + (row < length ? row * (long long)x_token : 0));
+    }
+    if (tid < C) {
+      float strength = 0.0f;
+      float2 pair = make_float2(1.0f, 1.0f);
+      if (tid < length) {
+        strength = beta[(start + tid) * beta_token + (long long)head * beta_head];
+        if (beta_sigmoid) strength = beta_max / (1.0f + __expf(-strength));
+        if (KNOWN && l2norm) pair = *(const float2 *)(rstd + ((start + tid) * H + head) * 2);
+      }
+      strengths[tid] = strength;
+      norms[tid] = pair.x;
+      norms[C + tid] = pair.y;
     }
     float bias[8] = {}, rate = 1.0f;
     if (GATE) {

@@ -26,27 +26,27 @@ extern "C" __global__ void __launch_bounds__(256, 1) kda_scan(
     first_token = chunk_start[first_chunk];
     num_tokens = (int)(chunk_start[first_chunk + num_chunks - 1] - first_token) + chunk_length[first_chunk + num_chunks - 1];
   }
-  auto fetch = [&](int index) {
+  auto fetch = [&](int index, int stage) {
     if (index < num_chunks) {
-      u16 *to = stages + index % STAGES * stage_size;
+      u16 *to = stages + stage * stage_size;
       const long long record = (first_chunk + index) * H + head;
-      for (int i = tid; i < C * (K / 8); i += 256) {
-        int at = spot<K>(i / (K / 8), i % (K / 8)), from = i * 8;
+#pragma unroll
+      for (int j = 0; j < C * K / 2048; j++) {
+        int at = spot<K>(tid / (K / 8), tid % (K / 8)) + j * 2048, from = tid * 8 + j * 2048;  // a multiple of 8 rows on
         copy16(to + at, W + record * C * K + from, true);
         copy16(to + C * K + at, from_start + record * C * K + from, true);
         copy16(to + 2 * C * K + at, to_end + record * C * K + from, true);
       }
-      for (int i = tid; i < C * (C / 8); i += 256)
-        copy16(to + 3 * C * K + spot<C>(i / (C / 8), i % (C / 8)), P + record * C * C + i * 8, true);
-      for (int i = tid; i < C * (BV / 8); i += 256)
-        copy16(to + 3 * C * K + C * C + spot32(i / (BV / 8), i % (BV / 8)),
-               U + (record * C + i / (BV / 8)) * V + block * BV + i % (BV / 8) * 8, true);
-      for (int i = tid; i < K / 4; i += 256) copy16(to + C * (3 * K + C + BV) + i * 8, state_decay + record * K + i * 4, true);
+#pragma unroll
+      for (int j = 0; j < 2; j++)
+        copy16(to + 3 * C * K + spot<C>(tid / 8, tid % 8) + j * 2048, P + record * C * C + tid * 8 + j * 2048, true);
+      copy16(to + 3 * C * K + C * C + spot32(tid / 4, tid % 4), U + (record * C + tid / 4) * V + block * BV + tid % 4 * 8, true);
+      if (tid < K / 4) copy16(to + C * (3 * K + C + BV) + tid * 8, state_decay + record * K + tid * 4, true);
     }
     commit_copies();  // an empty group at the end keeps the count
   };
-  fetch(0);
-  fetch(1);
+  fetch(0, 0);
+  fetch(1, 1);
 
   const bool has_keys = 16 * w < K;
   const int key = 16 * w + gr, column = block * BV + t2;  // of S: keys `key` and `key` + 8, columns 8 n + `column` and the next
@@ -71,17 +71,18 @@ extern "C" __global__ void __launch_bounds__(256, 1) kda_scan(
           *(float2 *)(to + (long long)(key + 8 * i) * V + column + 8 * n) = make_float2(S[n][2 * i], S[n][2 * i + 1]);
   };
   round_state();
-  int checkpoint = checkpoint_every ? run_checkpoint[run] : 0;
+  int checkpoint = checkpoint_every ? run_checkpoint[run] : 0, next_checkpoint = 0;
   const int m = w & 3, half = w >> 2;  // rows 16 m and columns 16 `half` of D and o
-  for (int index = 0; index < num_chunks; index++) {
+  for (int index = 0, stage = 0; index < num_chunks; index++, stage = stage == 2 ? 0 : stage + 1) {
     wait_for_copies_but_one();
     __syncthreads();
-    fetch(index + 2);
-    const u16 *sW = stages + index % STAGES * stage_size, *sF = sW + C * K, *sK = sF + C * K, *sP = sK + C * K, *sU = sP + C * C;
+    fetch(index + 2, stage == 0 ? 2 : stage - 1);
+    const u16 *sW = stages + stage * stage_size, *sF = sW + C * K, *sK = sF + C * K, *sP = sK + C * K, *sU = sP + C * C;
     const float *decay = (const float *)(sU + C * BV);
-    if (checkpoint_every && index % checkpoint_every == 0) {
+    if (checkpoint_every && index == next_checkpoint) {
       store_state(checkpoints + ((long long)checkpoint * H + head) * K * V);
       checkpoint++;
+      next_checkpoint += checkpoint_every;
     }
     float written[2][2][4] = {}, out[2][4] = {};  // [even and odd steps][columns]
 #pragma unroll

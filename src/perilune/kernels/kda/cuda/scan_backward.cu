@@ -24,35 +24,35 @@ extern "C" __global__ void __launch_bounds__(256, 1) kda_scan_backward(
     first_token = chunk_start[first_chunk];
     num_tokens = (int)(chunk_start[first_chunk + num_chunks - 1] - first_token) + chunk_length[first_chunk + num_chunks - 1];
   }
-  auto fetch = [&](int step) {
+  const u16 *d_o_at = d_o + first_token * do_token + (long long)head * do_head + block * BV + tid % 4 * 8;
+  auto fetch = [&](int step, int stage) {
     if (step < num_chunks) {
-      u16 *to = stages + step % STAGES * stage_size;
+      u16 *to = stages + stage * stage_size;
       const int index = num_chunks - 1 - step;
       const long long record = (first_chunk + index) * H + head;
-      for (int i = tid; i < C * (K / 8); i += 256) {
-        int at = spot<K>(i / (K / 8), i % (K / 8)), from = i * 8;
+#pragma unroll
+      for (int j = 0; j < C * K / 2048; j++) {
+        int at = spot<K>(tid / (K / 8), tid % (K / 8)) + j * 2048, from = tid * 8 + j * 2048;  // a multiple of 8 rows on
         copy16(to + at, to_end + record * C * K + from, true);
         copy16(to + C * K + at, from_start + record * C * K + from, true);
         copy16(to + 2 * C * K + at, W + record * C * K + from, true);
       }
-      for (int i = tid; i < C * (C / 8); i += 256)
-        copy16(to + 3 * C * K + spot<C>(i / (C / 8), i % (C / 8)), P + record * C * C + i * 8, true);
-      for (int i = tid; i < C * (BV / 8); i += 256) {
-        int row = i / (BV / 8), local = index * C + row;
-        bool on = local < num_tokens;
-        copy16(to + 3 * C * K + C * C + spot32(row, i % (BV / 8)),
-               d_o + (first_token + (on ? local : 0)) * do_token + (long long)head * do_head + block * BV + i % (BV / 8) * 8, on);
-      }
-      for (int i = tid; i < K * (BV / 8); i += 256)
-        copy16(to + C * (3 * K + C + BV) + spot32(i / (BV / 8), i % (BV / 8)),
-               states + (record * K + i / (BV / 8)) * V + block * BV + i % (BV / 8) * 8, true);
-      for (int i = tid; i < K / 4; i += 256)
-        copy16(to + C * (3 * K + C + BV) + K * BV + i * 8, state_decay + record * K + i * 4, true);
+#pragma unroll
+      for (int j = 0; j < 2; j++)
+        copy16(to + 3 * C * K + spot<C>(tid / 8, tid % 8) + j * 2048, P + record * C * C + tid * 8 + j * 2048, true);
+      int local = index * C + tid / 4;
+      bool on = local < num_tokens;
+      copy16(to + 3 * C * K + C * C + spot32(tid / 4, tid % 4), d_o_at + (on ? local : 0) * (long long)do_token, on);
+#pragma unroll
+      for (int j = 0; j < K / 64; j++)  // 64 rows on
+        copy16(to + C * (3 * K + C + BV) + spot32(tid / 4, tid % 4) + j * 2048,
+               states + (record * K + 64 * j + tid / 4) * V + block * BV + tid % 4 * 8, true);
+      if (tid < K / 4) copy16(to + C * (3 * K + C + BV) + K * BV + tid * 8, state_decay + record * K + tid * 4, true);
     }
     commit_copies();
   };
-  fetch(0);
-  fetch(1);
+  fetch(0, 0);
+  fetch(1, 1);
 
   const bool has_keys = 16 * w < K;
   const int key = 16 * w + gr, column = block * BV + t2;
@@ -72,11 +72,11 @@ extern "C" __global__ void __launch_bounds__(256, 1) kda_scan_backward(
   };
   round_state();
   const int m = w & 3, half = w >> 2;
-  for (int step = 0; step < num_chunks; step++) {
+  for (int step = 0, stage = 0; step < num_chunks; step++, stage = stage == 2 ? 0 : stage + 1) {
     wait_for_copies_but_one();
     __syncthreads();
-    fetch(step + 2);
-    const u16 *sK = stages + step % STAGES * stage_size, *sF = sK + C * K, *sW = sF + C * K, *sP = sW + C * K;
+    fetch(step + 2, stage == 0 ? 2 : stage - 1);
+    const u16 *sK = stages + stage * stage_size, *sF = sK + C * K, *sW = sF + C * K, *sP = sW + C * K;
     const u16 *sO = sP + C * C, *sB = sO + C * BV;
     const float *decay = (const float *)(sB + K * BV);
     const long long record = (first_chunk + num_chunks - 1 - step) * H + head;

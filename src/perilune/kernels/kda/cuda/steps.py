@@ -112,7 +112,7 @@ def gradients(
     arguments = [
         call.q, call.k, call.x, gates, *_gate_parameters(call), beta, d_o, rstd, along, flows, *tables, signals, writes,
         states, d_states, d_L, d_P, d_q, d_k, d_x, d_beta, d_bias, d_rate, *_strides(call.q, call.k, call.x, beta, d_o),
-        H, float(call.scale), float(call.lower_bound), float(call.beta_max), flows.shape[2], int(call.l2norm),
+        H, float(call.scale), float(call.lower_bound), float(call.beta_max), int(call.l2norm),
         int(call.beta_max > 0), int(call.A_log is not None),
     ]  # fmt: skip
     launch("gradients", programs, arguments, K, V, gate=call.kind, x=call.x.dtype)
