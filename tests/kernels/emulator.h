@@ -57,7 +57,6 @@ inline void copy16(void *d, const void *s, bool on) { if (on) memcpy(d, s, 16); 
 inline uint2 load8(const void *p) { return *(const uint2 *)p; }
 inline void commit_copies() {}
 inline void wait_for_copies() {}
-inline void wait_for_copies_but_one() {}
 inline float __shfl_xor_sync(unsigned, float x, int m) { Warp &w = warp(); int l = lane_(); w.u[l][7] = f2u(x); w.b.wait(); float y = u2f(w.u[l ^ m][7]); w.b.wait(); return y; }
 inline uint32_t __shfl_xor_sync(unsigned, uint32_t x, int m) { Warp &w = warp(); int l = lane_(); w.u[l][7] = x; w.b.wait(); uint32_t y = w.u[l ^ m][7]; w.b.wait(); return y; }
 inline void __syncwarp() { warp().b.wait(); }

@@ -32,7 +32,7 @@ def emulated(name: str, folder: Path, x: torch.dtype, known: int) -> Callable[..
     parameters = [each.strip() for each in re.sub(r"/\*.*?\*/", "", signature[1], flags=re.DOTALL).split(",")]
     names = ", ".join(parameter.split()[-1].lstrip("*") for parameter in parameters)
     entry = f'extern "C" void run(int gate, int blocks, int shared, {", ".join(parameters)})'
-    body = f"emu_run(blocks, shared, [=] {{ kda_{name}({names}); }}, {cuda.num_threads(name)});"
+    body = f"emu_run(blocks, shared, [=] {{ kda_{name}({names}); }});"
     text += f"\n{entry} {{ GATE = gate; {body} }}\n"
     program = folder / f"{name}_{known}_{str(x)[6:]}.cpp"
     program.write_text(f'#include "{HERE}/emulator.h"\n{text}')
@@ -156,60 +156,3 @@ def test_cuda_sources_equal_the_triton_kernels(kernel, monkeypatch, T: int, gate
     if kind:
         assert relative(d_rate.sum(0), d_parameters[0]) < 1e-2
         assert relative(d_bias.sum(0).flatten(), d_parameters[1]) < 1e-2
-
-
-@pytest.mark.parametrize("borders", [None, (0, 70, 70, 200)], ids=["whole", "documents"])
-def test_the_recurrence_in_cuda_equals_that_in_triton(kernel, borders: tuple[int, ...] | None):
-    T, H = 200, 2
-    q, k, v, normal = (torch.randn(1, T, H, K) for _ in range(4))
-    cu_seqlens = None if borders is None else torch.tensor(borders, dtype=torch.int32)
-    call = path._Call(
-        q,
-        k,
-        v,
-        -torch.sigmoid(normal),
-        torch.sigmoid(normal[..., 0]),
-        None,
-        None,
-        cu_seqlens,
-        K**-0.5,
-        0,
-        0.0,
-        True,
-        0.0,
-    )
-    P, A, rstd, operands, _ = call.prepare()
-    runs, num_runs = call.tables.sequences, call.num_sequences
-    start, end, d_o = call.new_states(num_runs).normal_(), call.new_states(num_runs).normal_(), torch.randn_like(v)
-    o, final, checkpoints = torch.empty_like(v), call.new_states(num_runs), call.new_checkpoints(True)
-    checkpoints.zero_()
-    call.scan(operands, P, runs, start=start, o=o, final=final, checkpoints=checkpoints)
-    states, writes = call.chunk_buffer(K), call.chunk_buffer(64)
-    call.scan(operands, P, call.tables.checkpoints, start=checkpoints, keep=(states, writes))
-    keep = (states, torch.zeros_like(states), torch.zeros_like(writes), call.new_flows().zero_())
-    d_initial = call.scan_backward(operands, P, d_o, runs, end=end, keep=keep, d_initial=call.new_states(num_runs))
-
-    half = {name: x.bfloat16() for name, x in operands.items() if name != "state_decay"}
-    decay, tables = operands["state_decay"], (call.tables.chunk_start, call.tables.chunk_length)
-    own_o, own_final, own_checkpoints = empty(*v.shape), torch.empty_like(final), torch.zeros_like(checkpoints)
-    programs = V // cuda.SCAN_BLOCK * H * num_runs
-    where = (runs.first_chunk, runs.num_chunks, *tables)
-    kernel("scan")(
-        0, programs, *(half[name] for name in ("W", "U", "to_end", "from_start")), P.bfloat16(), decay, *where,
-        runs.first_checkpoint, start, own_o, own_final, own_checkpoints, *strides(own_o), H, 1, 1,
-        path.CHECKPOINT_EVERY,
-    )  # fmt: skip
-    for got, want in ((own_o, o), (own_final, final), (own_checkpoints, checkpoints)):
-        assert relative(got, want) < 6e-3
-    own = [
-        empty(*keep[1].shape).zero_(),
-        empty(*keep[2].shape).zero_(),
-        torch.empty_like(d_initial),
-        torch.zeros_like(keep[3]),
-    ]
-    kernel("scan_backward")(
-        0, programs, *(half[name] for name in ("W", "to_end", "from_start")), P.bfloat16(), decay, d_o.bfloat16(),
-        states.bfloat16(), *where, end, *own, *strides(d_o), H, 1,
-    )  # fmt: skip
-    for got, want in zip(own, (keep[1], keep[2], d_initial, keep[3]), strict=True):
-        assert relative(got, want) < 6e-3

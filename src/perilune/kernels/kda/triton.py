@@ -395,9 +395,6 @@ class _Call(_Shapes):
         if transition:
             final = self.empty(num_runs, self.num_heads, K, width, dtype=torch.float32)
         every = CHECKPOINT_EVERY if checkpoints is not None and checkpoints.numel() else 0
-        if o is not None and not transition and cuda_steps.scans(self, "scan"):
-            cuda_steps.scan(self, operands, P, runs, start, o, final, checkpoints, every)
-            return P if final is None else final
         name = "transition" if transition else "scan" if keep is None else "restart"
         block, num_warps, num_stages = self.scan_launch(name)
         unused = P
@@ -432,9 +429,6 @@ class _Call(_Shapes):
         num_runs, width = runs.num_chunks.shape[0], V + K if transition else V
         if d_initial is None:
             d_initial = self.empty(num_runs, self.num_heads, K, width, dtype=torch.float32)
-        if keep is not None and cuda_steps.scans(self, "scan_backward"):
-            cuda_steps.scan_backward(self, operands, P, d_o, runs, end, keep, d_initial)
-            return d_initial
         block, num_warps, num_stages = self.scan_launch("scan_backward")
         states, d_states, d_writes, flows = keep if keep is not None else (P, P, P, P)
         triton_scan.scan_chunks_backward[(width // block, self.num_heads, num_runs)](

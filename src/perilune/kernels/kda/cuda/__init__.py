@@ -1,7 +1,6 @@
 """Kernels of KDA in CUDA C++, compiled at run time by the NVRTC that torch brings along: where Triton costs most.
 
     prepare.cu     gates, products inside a chunk, their inverse, operands of the scans (triton_chunk.py)
-    scan.cu, scan_backward.cu   the recurrence over chunks, where it is not cut into pieces (triton_scan.py)
     signals.cu     what the gradients of the writes say inside a chunk (chunk_signals of triton_gradients.py)
     gradients.cu   gradients of q, k, gate and beta (chunk_gradients and gate_gradients of triton_gradients.py)
 
@@ -21,8 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CHUNK = 64
-SCAN_BLOCK, SCAN_STAGES = 32, 3  # value channels of a program, chunks under way
+CHUNK, THREADS = 64, 128
 WIDTHS = (64, 128)
 HEADERS = ("instructions.cuh", "fragments.cuh", "gates.cuh")
 EXCHANGE = 16 * 32 * 16  # operands on their way between warps
@@ -59,25 +57,10 @@ def shared_memory(name: str, key_dim: int, value_dim: int, *, known: int = 0) ->
     if name == "prepare":
         tiles = CHUNK * (max(key_dim, value_dim) + 2 * key_dim) * 2
         return tiles + 12 * key_dim * 4 + 3 * CHUNK * 4 + (0 if known else EXCHANGE)
-    if name in ("scan", "scan_backward"):
-        states = key_dim * SCAN_BLOCK
-        operands = CHUNK * (3 * key_dim + CHUNK + SCAN_BLOCK) + 2 * key_dim + (states if name == "scan_backward" else 0)
-        return (SCAN_STAGES * operands + states + CHUNK * SCAN_BLOCK) * 2
     if name == "signals":
         return CHUNK * (3 * value_dim + CHUNK) * 2
     tiles = (3 * CHUNK + 2 * 16) * value_dim * 2
     return tiles + EXCHANGE + 14 * key_dim * 4 + 128 * 4 + CHUNK * 32
-
-
-def num_threads(name: str) -> int:
-    return 256 if name.startswith("scan") else 128
-
-
-@cache
-def has_room(name: str, device: torch.device, key_dim: int, value_dim: int) -> bool:
-    """Whether a multiprocessor has the shared memory; the scans want what Hopper has."""
-    room = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
-    return shared_memory(name, key_dim, value_dim) <= room
 
 
 def launch(
@@ -101,7 +84,7 @@ def launch(
     # CU_LAUNCH_PARAM_BUFFER_POINTER, _BUFFER_SIZE, _END: all arguments in one block of memory.
     extra = (ctypes.c_void_p * 5)(1, ctypes.cast(buffer, ctypes.c_void_p), 2, ctypes.addressof(size), 0)
     stream = ctypes.c_void_p(torch.cuda.current_stream(first.device).cuda_stream)
-    error = _driver().cuLaunchKernel(function, num_programs, 1, 1, num_threads(name), 1, 1, shared, stream, None, extra)
+    error = _driver().cuLaunchKernel(function, num_programs, 1, 1, THREADS, 1, 1, shared, stream, None, extra)
     if error:
         raise RuntimeError(f"cuLaunchKernel of kda_{name} failed with error {error}")
 

@@ -70,8 +70,6 @@ __device__ __forceinline__ uint2 from_neighbours(uint2 x, int lane) {
 template <int WIDTH> __device__ __forceinline__ int spot(int row, int eight) {
   return row * WIDTH + ((eight ^ ((row << 1 & 6) | (row >> 2 & 1))) << 3);
 }
-// The same for rows of 32.
-__device__ __forceinline__ int spot32(int row, int eight) { return row * 32 + ((eight ^ (row >> 1 & 3)) << 3); }
 
 // Sums of gates [4 blocks][K] up to a block's start, and from there to the end of the chunk.
 __device__ __forceinline__ void add_up(const float *totals, float *befores, float *afters, int tid) {

@@ -83,4 +83,3 @@ __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_
 __device__ __forceinline__ void store16(void *to, const uint4 &x) {
   asm volatile("st.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
 }
-__device__ __forceinline__ void wait_for_copies_but_one() { asm volatile("cp.async.wait_group 1;" ::: "memory"); }

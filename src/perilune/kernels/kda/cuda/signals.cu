@@ -1,7 +1,7 @@
 // y = -A^T dD and all that follows from rows of values alone, as chunk_signals of triton_gradients.py.
 // One CTA of 4 warps per chunk and head, warp w owns tokens 16 w .. 16 w + 15. Bandwidth is all that counts: everything
-// is asked for at once, and memory is touched 16 bytes a lane, V / 8 lanes on a row. Row sums and d_v are formed in this
-// layout too, v and o wait in registers for it; the products go through shared memory to reach it.
+// is asked for at once, and memory is touched 16 bytes a lane, V / 8 lanes on a row. Row sums and d_v are formed in
+// this layout too, v and o wait in registers for it; the products go through shared memory to reach it.
 #define LANES (V / 8)        // on one row
 #define ROWS (32 / LANES)    // of a warp's pass
 #define PASSES (16 / ROWS)

@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from perilune.kernels.kda.cuda import CHUNK, SCAN_BLOCK, has_room, launch
+from perilune.kernels.kda.cuda import CHUNK, launch
 
 if TYPE_CHECKING:
     from perilune.kernels.kda.triton import _Call
-    from perilune.kernels.kda.triton_tables import Runs
 
 
 def aligned(x: Tensor) -> Tensor:
@@ -49,44 +48,6 @@ def prepare(
         "prepare", call.max_chunks * H, arguments, K, V, gate=call.kind, x=call.x.dtype, known=int(known is not None)
     )
     return P, A, rstd, operands, gates
-
-
-def scans(call: _Call, name: str) -> bool:
-    """Whether the recurrence `name` runs here too."""
-    return call.takes_cuda and has_room(name, call.device, call.key_dim, call.value_dim)
-
-
-def scan(
-    call: _Call, operands: dict[str, Tensor], P: Tensor, runs: Runs, start: Tensor | None, o: Tensor,
-    final: Tensor | None, checkpoints: Tensor | None, checkpoint_every: int,
-) -> None:  # fmt: skip
-    """Carry the states through all runs with output."""
-    H, K, V = call.num_heads, call.key_dim, call.value_dim
-    names = ("W", "U", "to_end", "from_start")
-    unused = operands["state_decay"]
-    arguments = [
-        *(operands[name] for name in names), P, operands["state_decay"], runs.first_chunk, runs.num_chunks,
-        call.tables.chunk_start, call.tables.chunk_length, runs.first_checkpoint, unused if start is None else start, o,
-        unused if final is None else final, unused if checkpoints is None else checkpoints, *_strides(o), H,
-        int(start is not None), int(final is not None), checkpoint_every,
-    ]  # fmt: skip
-    launch("scan", V // SCAN_BLOCK * H * runs.num_chunks.shape[0], arguments, K, V)
-
-
-def scan_backward(
-    call: _Call, operands: dict[str, Tensor], P: Tensor, d_o: Tensor, runs: Runs, end: Tensor | None,
-    keep: tuple[Tensor, ...], d_initial: Tensor,
-) -> None:  # fmt: skip
-    """Carry the gradients of the states backwards through all runs, keeping those of every chunk."""
-    H, K, V = call.num_heads, call.key_dim, call.value_dim
-    states, d_states, d_writes, flows = keep
-    arguments = [
-        *(operands[name] for name in ("W", "to_end", "from_start")), P, operands["state_decay"], d_o, states,
-        runs.first_chunk, runs.num_chunks, call.tables.chunk_start, call.tables.chunk_length,
-        d_initial if end is None else end, d_states, d_writes, d_initial, flows, *_strides(d_o), H,
-        int(end is not None),
-    ]  # fmt: skip
-    launch("scan_backward", V // SCAN_BLOCK * H * runs.num_chunks.shape[0], arguments, K, V)
 
 
 def gradients(
