@@ -26,39 +26,24 @@ ONE_BY_ONE = tl.constexpr(INTERPRETED)  # the interpreter would add tuples numbe
 
 
 @triton.jit
-def _load_taps(x_row, weight, channel, in_head, W: tl.constexpr):
-    """The new input of `channel`, and what the last W inputs are multiplied with, oldest first."""
-    taps = ()
-    for tap in tl.static_range(W):
-        taps = taps + (tl.load(weight + channel * W + tap, mask=in_head, other=0.0),)
-    return tl.load(x_row + channel, mask=in_head, other=0.0), taps
-
-
-@triton.jit
-def _load_window(window_row, channel, in_head, W: tl.constexpr):
-    """The W - 1 inputs of `channel` before the new one, oldest first."""
+def _convolution(x_row, window_row, weight, channel, in_head, W: tl.constexpr):
+    """silu(convolution) of `channel`, rounded as the layer rounds it, and the window after it, oldest input first."""
+    x = tl.load(x_row + channel, mask=in_head, other=0.0)
+    y = x.to(tl.float32) * tl.load(weight + channel * W + (W - 1), mask=in_head, other=0.0)
     window = ()
     for tap in tl.static_range(W - 1):
-        window = window + (tl.load(window_row + channel * (W - 1) + tap, mask=in_head, other=0.0),)
-    return window
+        old = tl.load(window_row + channel * (W - 1) + tap, mask=in_head, other=0.0)
+        y += old.to(tl.float32) * tl.load(weight + channel * W + tap, mask=in_head, other=0.0)
+        if tap > 0:
+            window = window + (old,)
+    window = window + (x.to(window_row.dtype.element_ty),)
+    return (y * tl.sigmoid(y)).to(x.dtype).to(tl.float32), window
 
 
 @triton.jit
-def _convolve(window, x, taps, W: tl.constexpr):
-    """silu(convolution), rounded as the layer rounds it."""
-    y = x.to(tl.float32) * taps[W - 1]
+def _store_window(window_row, window, channel, in_head, W: tl.constexpr):
     for tap in tl.static_range(W - 1):
-        y += window[tap].to(tl.float32) * taps[tap]
-    return (y * tl.sigmoid(y)).to(x.dtype).to(tl.float32)
-
-
-@triton.jit
-def _store_window(window_row, window, x, channel, in_head, W: tl.constexpr):
-    """The window moved on by one: its oldest input left out, the new one at its end."""
-    for tap in tl.static_range(W - 2):
-        tl.store(window_row + channel * (W - 1) + tap, window[tap + 1], mask=in_head)
-    if W > 1:
-        tl.store(window_row + channel * (W - 1) + (W - 2), x.to(window_row.dtype.element_ty), mask=in_head)
+        tl.store(window_row + channel * (W - 1) + tap, window[tap], mask=in_head)
 
 
 @triton.jit
@@ -110,70 +95,52 @@ def _decode_kernel(
         gdc_wait()
     head = tl.program_id(0) % H
     sequence = (tl.program_id(0) // H).to(tl.int64)
-    slot = tl.load(slots + sequence).to(tl.int64)
     tile_v = tl.arange(0, TILES)[:, None] * BLOCK_V + tl.arange(0, BLOCK_V)[None, :]
-    key = tl.arange(0, BLOCK_K)
-    value = tl.arange(0, BLOCK_V)
-    in_key = key < K
-    x_row = qkv + sequence * qkv_stride
-    q_channel = head * K + key
-    k_channel = H * K + head * K + key
-    gate_row = output_gate + sequence * output_gate_stride + head * V
-    # What does not lie in the slot is on its way before the slot is known.
-    x_q, q_taps = _load_taps(x_row, conv_weight, q_channel, in_key, W)
-    x_k, k_taps = _load_taps(x_row, conv_weight, k_channel, in_key, W)
-    first_v_channel = 2 * H * K + head * V + value
-    first_x_v, first_v_taps = _load_taps(x_row, conv_weight, first_v_channel, value < V, W)
-    gate_logit = tl.load(gate_input + sequence * gate_stride + head * K + key, mask=in_key, other=0.0)
-    bias = tl.load(dt_bias + head * K + key, mask=in_key, other=0.0)
-    beta_logit = tl.load(beta_logits + sequence * beta_stride + head)
-    log_rate = tl.load(a_log + head) if HAS_A_LOG else 0.0
-    opening = tl.load(gate_row + tile_v, mask=tile_v < V, other=0.0)
-    gain = tl.load(norm_weight + tile_v, mask=tile_v < V, other=0.0)
-    # Then the window, then the state, which is most of the bytes: the vectors are computed while it arrives. All this
-    # stands in front of a branch because the compiler would move arithmetic between the loads, which then wait for it.
-    active_keys, active_values = tl.where(slot < 0, 0, K), tl.where(slot < 0, 0, V)
-    window_row = conv_pool + slot * conv_slot_stride
-    q_window = _load_window(window_row, q_channel, key < active_keys, W)
-    k_window = _load_window(window_row, k_channel, key < active_keys, W)
-    first_v_window = _load_window(window_row, first_v_channel, value < active_values, W)
-    tl.debug_barrier()
-    # Key channel = row * DEPTH + depth. Rows lie across warps and depth within a thread, whose addresses then differ by
-    # constants; as [K, V] each of them would occupy two registers.
-    DEPTH: tl.constexpr = BLOCK_K // ROWS
-    IS_WHOLE: tl.constexpr = BLOCK_K == K and TILES * BLOCK_V == V
-    row = tl.arange(0, ROWS)[:, None, None]
-    depth = tl.arange(0, DEPTH)[None, :, None]
-    state_tile = state_pool + slot * state_slot_stride + head * K * V
-    state_tile = state_tile + (row * (DEPTH * V) + value[None, None, :]) + depth * V
-    in_key_rows = row * DEPTH + depth < K
-    if IS_WHOLE:
-        first_state = tl.load(state_tile, mask=row < active_keys)
-    else:
-        first_state = tl.load(state_tile, mask=in_key_rows & (value < active_values)[None, None, :], other=0.0)
     out_row = out + (sequence * H + head) * V
+    slot = tl.load(slots + sequence).to(tl.int64)
     if slot < 0:
         tl.store(out_row + tile_v, tl.zeros([TILES, BLOCK_V], out.dtype.element_ty), mask=tile_v < V)
     else:
-        state = first_state
-        v_channel = first_v_channel
-        x_v, v_taps, v_window = first_x_v, first_v_taps, first_v_window
-        raw = gate_logit.to(tl.float32) + bias
-        rate = tl.exp(log_rate) if HAS_A_LOG else 1.0
-        beta = tl.sigmoid(beta_logit.to(tl.float32)) * beta_scale
-        factor = tl.sigmoid(opening.to(tl.float32)) * gain
+        # Key channel = row * DEPTH + depth. Rows lie across warps and depth within a thread, whose addresses then
+        # differ by constants; as [K, V] each of them would occupy two registers.
+        DEPTH: tl.constexpr = BLOCK_K // ROWS
+        IS_WHOLE: tl.constexpr = BLOCK_K == K and TILES * BLOCK_V == V
+        row = tl.arange(0, ROWS)[:, None, None]
+        depth = tl.arange(0, DEPTH)[None, :, None]
+        value = tl.arange(0, BLOCK_V)
+        state_tile = state_pool + slot * state_slot_stride + head * K * V
+        state_tile = state_tile + (row * (DEPTH * V) + value[None, None, :]) + depth * V
+        in_key_rows = row * DEPTH + depth < K
+        if IS_WHOLE:
+            state = tl.load(state_tile)
+        else:
+            state = tl.load(state_tile, mask=in_key_rows & (value < V)[None, None, :], other=0.0)
+        # Keeps these loads in front of the next ones, which the vectors below wait for: one latency instead of two. For
+        # the same reason everything else that is read from memory is read here.
+        tl.debug_barrier()
+
+        key = tl.arange(0, BLOCK_K)
+        in_key = key < K
+        x_row = qkv + sequence * qkv_stride
+        window_row = conv_pool + slot * conv_slot_stride
+        q_channel = head * K + key
+        k_channel = H * K + head * K + key
+        q, q_window = _convolution(x_row, window_row, conv_weight, q_channel, in_key, W)
+        k, k_window = _convolution(x_row, window_row, conv_weight, k_channel, in_key, W)
+        v_channel = 2 * H * K + head * V + value
+        v, v_window = _convolution(x_row, window_row, conv_weight, v_channel, value < V, W)
+        raw = tl.load(gate_input + sequence * gate_stride + head * K + key, mask=in_key, other=0.0).to(tl.float32)
+        raw += tl.load(dt_bias + head * K + key, mask=in_key, other=0.0)
+        rate = tl.exp(tl.load(a_log + head)) if HAS_A_LOG else 1.0
+        beta = tl.sigmoid(tl.load(beta_logits + sequence * beta_stride + head).to(tl.float32)) * beta_scale
+        gate_row = output_gate + sequence * output_gate_stride + head * V
+        factor = tl.sigmoid(tl.load(gate_row + tile_v, mask=tile_v < V, other=0.0).to(tl.float32))
+        factor *= tl.load(norm_weight + tile_v, mask=tile_v < V, other=0.0)
+
         decay = tl.exp(lower_bound * tl.sigmoid(rate * raw) if BOUNDED else -rate * _softplus(raw))
         # Gathering at its own index pins a vector: the compiler hands it over through shared memory instead of
         # computing it again in the layout of the state, once for every thread that holds a part of its row.
         decay = tl.reshape(tl.gather(decay, key, axis=0), [ROWS, DEPTH])[:, :, None]
-        q = _convolve(q_window, x_q, q_taps, W)
-        k = _convolve(k_window, x_k, k_taps, W)
-        v = _convolve(v_window, x_v, v_taps, W)
-        # Several threads may read the same element of a window: none may write it before all have read it.
-        tl.debug_barrier()
-        _store_window(window_row, q_window, x_q, q_channel, in_key, W)
-        _store_window(window_row, k_window, x_k, k_channel, in_key, W)
-        _store_window(window_row, v_window, x_v, v_channel, value < V, W)
         q_rows = tl.reshape(tl.gather(q, key, axis=0), [ROWS, DEPTH])[:, :, None]
         k_rows = tl.reshape(tl.gather(k, key, axis=0), [ROWS, DEPTH])[:, :, None]
         # The norms are applied later, to what is linear in q and k.
@@ -192,11 +159,7 @@ def _decode_kernel(
                 else:
                     state = tl.load(state_tile + tile * BLOCK_V, mask=mask, other=0.0)
                 v_channel += BLOCK_V
-                x_v, v_taps = _load_taps(x_row, conv_weight, v_channel, in_value, W)
-                v_window = _load_window(window_row, v_channel, in_value, W)
-                v = _convolve(v_window, x_v, v_taps, W)
-                tl.debug_barrier()
-                _store_window(window_row, v_window, x_v, v_channel, in_value, W)
+                v, v_window = _convolution(x_row, window_row, conv_weight, v_channel, in_value, W)
             v = tl.gather(v, value, axis=0)
             decayed = state.to(tl.float32) * decay
             predicted, read = _sum_pair(tl.sum(decayed * k_rows, axis=1), tl.sum(decayed * q_rows, axis=1))
@@ -208,6 +171,11 @@ def _decode_kernel(
             else:
                 tl.store(state_tile + tile * BLOCK_V, new_state, mask=mask)
             o = tl.where((tl.arange(0, TILES) == tile)[:, None], read[None, :], o)
+            # Several threads may read the same element of a window: none may write it before all have read it.
+            tl.debug_barrier()
+            _store_window(window_row, v_window, v_channel, in_value, W)
+        _store_window(window_row, q_window, q_channel, in_key, W)
+        _store_window(window_row, k_window, k_channel, in_key, W)
 
         o = o.to(out.dtype.element_ty).to(tl.float32)
         rstd = tl.rsqrt(tl.sum(tl.sum(o * o, axis=1), axis=0) / V + norm_eps)

@@ -154,6 +154,8 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """o, final state, and for the backward pass P, A, reciprocal norms, checkpoints (else empty)."""
     call = _Call(q, k, v, x, beta, A_log, dt_bias, cu_seqlens, scale, kind, lower_bound, l2norm, beta_max)
+    if needs_grad and call.takes_cuda:
+        cuda_steps.compile_ahead(call)
     P, A, rstd, operands, _ = call.prepare()
     o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     checkpoints = call.new_checkpoints(needs_grad)

@@ -13,9 +13,10 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -74,7 +75,7 @@ def launch(
     """Start `num_programs` CTAs on the current stream. Pointers, ints and doubles, as the kernel declares them."""
     first = arguments[0]
     assert isinstance(first, Tensor)
-    function, shared, formats = _kernel(name, first.device, key_dim, value_dim, *sorted(options.items()))
+    function, shared, formats, _ = _kernel(name, first.device, key_dim, value_dim, **options)
     if not formats:
         codes = ("P" if isinstance(x, Tensor) else "d" if isinstance(x, float) else "i" for x in arguments)
         formats.append(struct.Struct("@" + "".join(codes)))
@@ -89,24 +90,43 @@ def launch(
         raise RuntimeError(f"cuLaunchKernel of kda_{name} failed with error {error}")
 
 
+def compile_together(
+    kernels: Sequence[tuple[str, dict[str, Any]]], device: torch.device, key_dim: int, value_dim: int
+) -> None:
+    """Compile kernels, with their options as `launch` will give them, side by side: each takes a second or two."""
+    missing = [
+        (name, options)
+        for name, options in kernels
+        if (name, device, key_dim, value_dim, *options.items()) not in _built
+    ]
+    if not missing:
+        return
+    with ThreadPoolExecutor(len(missing)) as pool:
+        list(pool.map(lambda each: _kernel(each[0], device, key_dim, value_dim, **each[1]), missing))
+
+
 @cache
 def _driver() -> Any:
     return ctypes.CDLL("libcuda.so.1")
 
 
-@cache
-def _kernel(
-    name: str, device: torch.device, key_dim: int, value_dim: int, *options: tuple[str, Any]
-) -> tuple[Any, int, list[struct.Struct]]:
-    """The function, its shared memory, and a place for the format of its arguments."""
-    named = dict(options)
-    shared = shared_memory(name, key_dim, value_dim, known=named.get("known", 0))
-    with torch.cuda.device(device):
-        text = source(name, key_dim, value_dim, **named)
-        kernel = torch.cuda._compile_kernel(text, f"kda_{name}", nvcc_options=["--use_fast_math"])
-        kernel.set_shared_memory_config(shared)
-    _keep.append(kernel)
-    return kernel.func, shared, []
+class _Kernel(NamedTuple):
+    function: Any
+    shared: int
+    formats: list[struct.Struct]  # of the arguments, once they are known
+    owner: Any  # its module is unloaded with it
 
 
-_keep: list[Any] = []  # a module is unloaded with the object that owns it
+_built: dict[tuple[Any, ...], _Kernel] = {}
+
+
+def _kernel(name: str, device: torch.device, key_dim: int, value_dim: int, **options: Any) -> _Kernel:
+    key = (name, device, key_dim, value_dim, *options.items())
+    if key not in _built:
+        shared = shared_memory(name, key_dim, value_dim, known=options.get("known", 0))
+        with torch.cuda.device(device):
+            text = source(name, key_dim, value_dim, **options)
+            kernel = torch.cuda._compile_kernel(text, f"kda_{name}", nvcc_options=["--use_fast_math"])
+            kernel.set_shared_memory_config(shared)
+        _built[key] = _Kernel(kernel.func, shared, [], kernel)
+    return _built[key]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from perilune.kernels.kda.cuda import CHUNK, launch
+from perilune.kernels.kda.cuda import CHUNK, compile_together, launch
 
 if TYPE_CHECKING:
     from perilune.kernels.kda.triton import _Call
@@ -19,6 +19,13 @@ def aligned(x: Tensor) -> Tensor:
     if not any(step % 16 for step in steps):
         return x
     return x.clone(memory_format=torch.contiguous_format)
+
+
+def compile_ahead(call: _Call) -> None:
+    """All that a training step needs, before the first of it runs."""
+    gate = {"gate": call.kind, "x": call.x.dtype}
+    kernels = [("prepare", gate | {"known": 0}), ("prepare", gate | {"known": 1}), ("signals", {}), ("gradients", gate)]
+    compile_together(kernels, call.device, call.key_dim, call.value_dim)
 
 
 def prepare(
