@@ -103,6 +103,13 @@ def test_any_lengths_pages_and_splits_give_the_same_attention(lengths, page, num
 
 
 @needs_interpreter
+@pytest.mark.parametrize("num_splits", [40, 1000])
+def test_more_shares_than_tiles_leave_some_empty(num_splits: int) -> None:
+    case = paged([70, 0], heads=2, latent=16, rope=16)
+    assert_close(attend(*case, backend="triton", num_splits=num_splits), exactly(*case), FLOAT32, FLOAT32)
+
+
+@needs_interpreter
 def test_large_logits_do_not_overflow() -> None:
     q, cache, table, lengths, latent = paged([1, 100])
     case = (1e3 * q, cache, table, lengths, latent)

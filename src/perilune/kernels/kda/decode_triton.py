@@ -7,7 +7,8 @@ products with S are taken in one pass, because the read of the updated state nee
     S' = S + k delta^T,   delta = beta (v - S^T k)        =>        q^T S' = S^T q + (q . k) delta
 
 The traffic is the state twice (read and write); everything else is a few percent of it. The state is cut into tiles of
-BLOCK_V value columns; a tile's loads are all in flight before the convolutions are computed.
+BLOCK_V value columns; a tile's loads are all in flight before the convolutions are computed. A launch overlaps with the
+end of the one before it (`dependent_launch.py`): with one sequence, launching is much of a step.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def mla_decode(
     block_table [B, M] int32: pages of each sequence in order; entries past its end may hold anything.
     lengths [B] int32: cached tokens of each sequence, from 0 to M * S.
     latent_dim: width of the value, the first part of a cached row. scale: factor on q . c.
-    num_splits: shares per sequence of the two kernel paths; None chooses from the shapes.
+    num_splits: shares per sequence of the two kernel paths, at most 256; None chooses from the shapes.
     backend: one of BACKENDS; None takes the fastest that can run.
 
     Returns o [B, H, latent_dim] in q's dtype (W_uv is applied by the caller) and lse [B, H], the natural log of the

@@ -248,14 +248,14 @@ def _partial_kernel(
     else:
         gl.store(target, o.to(out.dtype.element_ty), mask=gl.expand_dims(head < H, AXIS))
     head = first_head + gl.arange(0, BLOCK_H, layout=gl.SliceLayout(AXIS, s_layout))
-    gl.store(lse + (sequence * H + head) * num_splits + split, top + gl.log2(total), mask=head < H)
+    gl.store(lse + first_row + head, top + gl.log2(total), mask=head < H)
 
 
 def partial_attention(
     q: Tensor, cache: Tensor, block_table: Tensor, lengths: Tensor, out: Tensor, lse: Tensor, *, latent_dim: int,
     scale: float, num_splits: int,
 ) -> None:  # fmt: skip
-    """Fills out [B, S, H, L] and lse [B, H, S], its logarithm to the base 2, for S shares."""
+    """Fills out [B, S, H, L] and lse [B, S, H], its logarithm to the base 2, for S shares."""
     batch, num_heads, width = q.shape
     block_h = min(64, max(16, next_power_of_2(num_heads)))
     num_warps = NUM_WARPS[block_h]

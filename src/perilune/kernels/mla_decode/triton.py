@@ -3,7 +3,8 @@
 All heads of a sequence read the same cached rows, so one program takes up to 64 heads at once (the rows of its matrix
 products) and every cached row is read once. To fill the chip with few sequences, each sequence is cut into `num_splits`
 equal shares of tiles; their number depends on shapes only, their borders on the lengths, which are read on the device.
-A share leaves its output and the log2 of its softmax sum; the second kernel weighs the shares by them.
+A share leaves its output and the log2 of its softmax sum; the second kernel weighs the shares by them. It is placed on
+the chip while the first one ends (`dependent_launch.py`).
 
 This kernel takes any widths and runs wherever Triton does; `hopper.py` is the same loop written for one chip.
 """
@@ -89,7 +90,7 @@ def _partial_kernel(
     o = o / tl.where(total > 0, total, 1.0)[:, None]
     target = out + row[:, None] * L + latent[None, :]
     tl.store(target, o.to(out.dtype.element_ty), mask=in_head[:, None] & in_latent)
-    tl.store(lse + (sequence * H + head) * num_splits + split, top + tl.log2(total), mask=in_head)
+    tl.store(lse + row, top + tl.log2(total), mask=in_head)
 
 
 @triton.jit(do_not_specialize=["num_splits"])
@@ -106,14 +107,14 @@ def _combine_kernel(
         gdc_launch_dependents()
         gdc_wait()
     every = tl.arange(0, BLOCK_S)
-    logs = tl.load(partial_lse + row * num_splits + every, mask=every < num_splits, other=float("-inf"))
+    logs = tl.load(partial_lse + first_row + every * H, mask=every < num_splits, other=float("-inf"))
     # All loads are under way before the first is waited for.
     log_steps = ()
     part_steps = ()
     for step in tl.static_range(STEPS):
         split = step * STEP + tl.arange(0, STEP)
         is_split = split < num_splits
-        log_steps += (tl.load(partial_lse + row * num_splits + split, mask=is_split, other=float("-inf")),)
+        log_steps += (tl.load(partial_lse + first_row + split * H, mask=is_split, other=float("-inf")),)
         source = partial + (first_row + split * H)[:, None] * L + column[None, :]
         part_steps += (tl.load(source, mask=is_split[:, None] & in_row, other=0.0),)
     top = tl.max(logs, axis=0)
@@ -141,7 +142,7 @@ def choose_num_splits(batch: int, head_groups: int, capacity: int, device: torch
 
 
 def combine(partial: Tensor, partial_lse: Tensor, out: Tensor, lse: Tensor) -> None:
-    """partial [B, S, H, L] and partial_lse [B, H, S] (log2) of S shares -> out [B, H, L], lse [B, H]."""
+    """partial [B, S, H, L] and partial_lse [B, S, H] (log2) of S shares -> out [B, H, L], lse [B, H]."""
     batch, num_splits, num_heads, width = partial.shape
     block_s = triton.next_power_of_2(num_splits)
     step = min(block_s, COMBINE_STEP)
@@ -164,7 +165,7 @@ def partial_attention(
     q: Tensor, cache: Tensor, block_table: Tensor, lengths: Tensor, out: Tensor, lse: Tensor, *, latent_dim: int,
     scale: float, num_splits: int,
 ) -> None:  # fmt: skip
-    """Fills out [B, S, H, L] and lse [B, H, S], its logarithm to the base 2, for S shares."""
+    """Fills out [B, S, H, L] and lse [B, S, H], its logarithm to the base 2, for S shares."""
     batch, num_heads, width = q.shape
     block_h = min(LARGEST_BLOCK_H, max(16, triton.next_power_of_2(num_heads)))
     block_n, stages, num_warps = _launch_parameters(block_h, width)
@@ -195,7 +196,7 @@ def run_mla_decode(
         num_splits = choose_num_splits(batch, triton.cdiv(num_heads, LARGEST_BLOCK_H), capacity, q.device)
     num_splits = min(num_splits, MOST_SPLITS)
     partial = torch.empty(batch, num_splits, num_heads, latent_dim, dtype=torch.float32, device=q.device)
-    partial_lse = torch.empty(batch, num_heads, num_splits, dtype=torch.float32, device=q.device)
+    partial_lse = torch.empty(batch, num_splits, num_heads, dtype=torch.float32, device=q.device)
     attend(
         q, cache, block_table, lengths, partial, partial_lse,
         latent_dim=latent_dim, scale=scale, num_splits=num_splits,
