@@ -27,9 +27,10 @@ from perilune.kernels.triton_support import num_sms
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_WIDTH = 8192
 
-# Elements of one tile and warps that hold it.
+# Elements of one tile, warps that hold it, tiles in flight. On an H200, 262,144 rows of 128 in bfloat16: forward 0.048
+# ms (as with half or twice the tile), backward 0.086, the best of eleven, where memory alone takes 0.047 and 0.078.
 FORWARD_TILE, FORWARD_WARPS = 2048, 4
-BACKWARD_TILE, BACKWARD_WARPS, BACKWARD_STAGES, PROGRAMS_PER_SM = 2048, 8, 1, 4
+BACKWARD_TILE, BACKWARD_WARPS, BACKWARD_STAGES, PROGRAMS_PER_SM = 2048, 8, 3, 2
 
 
 @triton.jit

@@ -49,9 +49,10 @@ class Launch:
     num_warps: int
 
 
-# By direction and bytes per element.
+# By direction and bytes per element. In half precision within 1% of the best of nine and of eight on an H200, 8 x 4,096
+# tokens of 3 x 1,024 channels: 0.120 and 0.215 ms, where memory alone takes 0.094 and 0.141.
 LAUNCHES = {
-    ("forward", 2): Launch(run=64, rows=4, stages=3, channels=512, num_warps=2),
+    ("forward", 2): Launch(run=32, rows=4, stages=3, channels=512, num_warps=4),
     ("forward", 4): Launch(run=64, rows=4, stages=3, channels=256, num_warps=2),
     ("backward", 2): Launch(run=64, rows=4, stages=3, channels=256, num_warps=2),
     ("backward", 4): Launch(run=64, rows=4, stages=3, channels=256, num_warps=2),
