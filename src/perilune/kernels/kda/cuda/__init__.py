@@ -10,16 +10,16 @@ cores, so a chunk takes about half of the instructions. Tests run these sources 
 
 from __future__ import annotations
 
-import ctypes
 import struct
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from perilune.kernels.cuda_source import compile_source, start, why_not_cuda_source
 
 CHUNK, THREADS = 64, 128
 WIDTHS = (64, 128)
@@ -29,15 +29,11 @@ EXCHANGE = 16 * 32 * 16  # operands on their way between warps
 
 def why_not_cuda(device: torch.device, dtype: torch.dtype, key_dim: int, value_dim: int) -> str | None:
     """The reason why these kernels cannot run, or None."""
-    if device.type != "cuda":
-        return f"CUDA kernels run on CUDA, not on {device.type!r}"
     if dtype != torch.bfloat16:
         return f"these kernels take bfloat16, not {dtype}"
     if key_dim not in WIDTHS or value_dim not in WIDTHS:
         return f"these kernels take K and V in {WIDTHS}, got {key_dim} and {value_dim}"
-    if torch.cuda.get_device_capability(device) < (8, 0):
-        return "these kernels need compute capability 8.0"
-    return None if hasattr(torch.cuda, "_compile_kernel") else f"torch {torch.__version__} cannot compile CUDA sources"
+    return why_not_cuda_source(device)
 
 
 def source(
@@ -80,14 +76,7 @@ def launch(
         codes = ("P" if isinstance(x, Tensor) else "d" if isinstance(x, float) else "i" for x in arguments)
         formats.append(struct.Struct("@" + "".join(codes)))
     packed = formats[0].pack(*(x.data_ptr() if isinstance(x, Tensor) else x for x in arguments))
-    size = ctypes.c_size_t(len(packed))
-    buffer = ctypes.c_char_p(packed)
-    # CU_LAUNCH_PARAM_BUFFER_POINTER, _BUFFER_SIZE, _END: all arguments in one block of memory.
-    extra = (ctypes.c_void_p * 5)(1, ctypes.cast(buffer, ctypes.c_void_p), 2, ctypes.addressof(size), 0)
-    stream = ctypes.c_void_p(torch.cuda.current_stream(first.device).cuda_stream)
-    error = _driver().cuLaunchKernel(function, num_programs, 1, 1, THREADS, 1, 1, shared, stream, None, extra)
-    if error:
-        raise RuntimeError(f"cuLaunchKernel of kda_{name} failed with error {error}")
+    start(function, num_programs, THREADS, shared, first.device, packed)
 
 
 def compile_together(
@@ -105,11 +94,6 @@ def compile_together(
         list(pool.map(lambda each: _kernel(each[0], device, key_dim, value_dim, **each[1]), missing))
 
 
-@cache
-def _driver() -> Any:
-    return ctypes.CDLL("libcuda.so.1")
-
-
 class _Kernel(NamedTuple):
     function: Any
     shared: int
@@ -124,9 +108,7 @@ def _kernel(name: str, device: torch.device, key_dim: int, value_dim: int, **opt
     key = (name, device, key_dim, value_dim, *options.items())
     if key not in _built:
         shared = shared_memory(name, key_dim, value_dim, known=options.get("known", 0))
-        with torch.cuda.device(device):
-            text = source(name, key_dim, value_dim, **options)
-            kernel = torch.cuda._compile_kernel(text, f"kda_{name}", nvcc_options=["--use_fast_math"])
-            kernel.set_shared_memory_config(shared)
+        text = source(name, key_dim, value_dim, **options)
+        kernel = compile_source(text, f"kda_{name}", device, shared_memory=shared)
         _built[key] = _Kernel(kernel.func, shared, [], kernel)
     return _built[key]

@@ -1,0 +1,51 @@
+"""Kernels in CUDA C++, compiled at run time by the NVRTC that torch brings along, launched without detours."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any
+
+import torch
+
+
+def why_not_cuda_source(device: torch.device) -> str | None:
+    """The reason why sources cannot be compiled for this device, or None. They use instructions from 8.0 on."""
+    if device.type != "cuda":
+        return f"CUDA kernels run on CUDA, not on {device.type!r}"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "the CUDA kernels need compute capability 8.0"
+    return None if hasattr(torch.cuda, "_compile_kernel") else f"torch {torch.__version__} cannot compile CUDA sources"
+
+
+def compile_source(text: str, name: str, device: torch.device, *, shared_memory: int) -> Any:
+    """The kernel `name`; keep it, its code is unloaded with it. `.func` is what `start` takes. Any thread may call."""
+    with torch.cuda.device(device):
+        # A thread that has not used the GPU yet has no context to load the kernel into.
+        context = ctypes.c_void_p()
+        driver().cuCtxGetCurrent(ctypes.byref(context))
+        if not context:
+            driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), torch.cuda.current_device())
+            driver().cuCtxSetCurrent(context)
+        kernel = torch.cuda._compile_kernel(text, name, nvcc_options=["--use_fast_math"])
+        kernel.set_shared_memory_config(shared_memory)
+    return kernel
+
+
+def start(
+    function: Any, programs: int, threads: int, shared_memory: int, device: torch.device, arguments: bytes
+) -> None:
+    """Launch on the current stream. arguments: the parameters' memory, each at a multiple of its own size."""
+    size = ctypes.c_size_t(len(arguments))
+    # CU_LAUNCH_PARAM_BUFFER_POINTER, _BUFFER_SIZE, _END: all parameters in one block of memory.
+    block = ctypes.cast(ctypes.c_char_p(arguments), ctypes.c_void_p)
+    extra = (ctypes.c_void_p * 5)(1, block, 2, ctypes.addressof(size), 0)
+    stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
+    error = driver().cuLaunchKernel(function, programs, 1, 1, threads, 1, 1, shared_memory, stream, None, extra)
+    if error:
+        raise RuntimeError(f"the launch of a CUDA kernel failed with error {error} of the driver")
+
+
+@cache
+def driver() -> Any:
+    return ctypes.CDLL("libcuda.so.1")
