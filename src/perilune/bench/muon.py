@@ -1,10 +1,10 @@
 """Muon: Newton-Schulz on stacks of matrices, and whole optimizer steps, beside torch.optim.Muon.
 
 "NS" cases time the iteration alone on normalised stacks, in float16, in the form `orthogonalize` would choose, beside
-the same iteration by three batched library products a step into memory allocated once ("batched cuBLAS", same
-precision) and, where it is quick, beside torch.optim.Muon's function called matrix by matrix ("torch loop", bfloat16).
-Small stacks wait for the host, so both are also timed in CUDA graphs. Errors are against the same iteration in float64;
-"distance to polar" is 1 - cosine with the exact polar factor, most of which is the coefficients' own.
+the same iteration by three batched library products a step ("batched cuBLAS", same precision) and, where it is quick,
+beside torch.optim.Muon's function called matrix by matrix ("torch loop", bfloat16). Small stacks wait for the host, so
+both are also timed in CUDA graphs. Errors are against the same iteration in float64; "distance to polar" is 1 - cosine
+with the exact polar factor, most of which is the coefficients' own.
 
 "step" cases are transformers that consist of matrices only: per layer 4 of d x d and 2 of 4d x d, float32 parameters,
 gradients and momentum. Floors: multiply-adds of the chosen forms at the measured rate of large products, plus the bytes
@@ -13,7 +13,6 @@ of gradient, momentum, parameter and 16-bit stack once each at copy bandwidth.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -116,7 +115,7 @@ def _newton_schulz(bench: Bench, case: StackCase) -> None:
     floor = _flops(batch, rows, columns, form) / bench.matmul_rate * 1e3
     # The iteration maps what it returned into the same range again, so that one buffer serves all repeats.
     ours = lambda: iterate(normalized, JORDAN, form)  # noqa: E731
-    library = _library_iteration(normalized)
+    library = lambda: _library_iteration(normalized)  # noqa: E731
     times = [bench.time(ours), bench.time(library)]
     # The speed of a host drifts while it does other things; what looks slow is looked at once more.
     if times[0] > AGAIN * times[1]:
@@ -127,20 +126,16 @@ def _newton_schulz(bench: Bench, case: StackCase) -> None:
     bench.add(case.name, f"{form} form, CUDA graph", "ms", bench.time_graph(ours), peers=peers, floor=floor)
 
 
-def _library_iteration(x_BNM: Tensor) -> Callable[[], None]:
+def _library_iteration(x_BNM: Tensor) -> Tensor:
     batch, rows, _ = x_BNM.shape
     other = torch.empty_like(x_BNM)
     gram, polynomial = (x_BNM.new_empty(batch, rows, rows) for _ in range(2))
-
-    def run() -> None:
-        source, target = x_BNM, other
-        for a, b, c in JORDAN:
-            torch.bmm(source, source.mT, out=gram)
-            torch.baddbmm(gram, gram, gram, beta=b, alpha=c, out=polynomial)
-            torch.baddbmm(source, polynomial, source, beta=a, out=target)
-            source, target = target, source
-
-    return run
+    for a, b, c in JORDAN:
+        torch.bmm(x_BNM, x_BNM.mT, out=gram)
+        torch.baddbmm(gram, gram, gram, beta=b, alpha=c, out=polynomial)
+        torch.baddbmm(x_BNM, polynomial, x_BNM, beta=a, out=other)
+        x_BNM, other = other, x_BNM
+    return x_BNM
 
 
 def _check_stack(bench: Bench, case: StackCase, x_BNM: Tensor, dtype: torch.dtype) -> None:

@@ -2,17 +2,18 @@
 
 No tuning at run time: the time of each form is estimated from rates measured once on an H200 (float16, Triton 3.6,
 torch 2.11), on the GPU and on the host, whose launches set the pace of small stacks. A form other than the plain one
-has to promise more than the estimate may be off. The choice depends on shape and coefficients only, so that a step
-recorded in a CUDA graph does what an eager one does, bit by bit.
+has to promise more than the estimate may be off, in a CUDA graph and without. The choice depends on shape and
+coefficients only, so that a step recorded in a CUDA graph does what an eager one does, bit by bit.
 """
 
 from __future__ import annotations
 
 import math
 from functools import lru_cache
+from typing import NamedTuple
 
 from perilune.kernels.newton_schulz.coefficients import Coefficients
-from perilune.kernels.newton_schulz.forms import FORMS, Form, launches
+from perilune.kernels.newton_schulz.forms import Form, launches
 from perilune.kernels.newton_schulz.triton import Tiling
 
 # 128 x 128 tiles with 4 warps leave room for two programs on a multiprocessor: one multiplies while the other stores.
@@ -20,18 +21,31 @@ POINTERS = Tiling(edge=128, depth=64, warps=4, stages=3)
 COPY_ENGINE = Tiling(edge=128, depth=64, warps=4, stages=3, tma=True)
 SMALL = Tiling(edge=64, depth=64, warps=4, stages=4)
 
-# Products that take the GPU less are launched with pointers: describing tiles to the copy engine takes the host longer.
-COPY_ENGINE_MICROSECONDS = 45.0
-# Microseconds of one multiprocessor for a step of `depth` of a tile, for the rest of a tile, and for adding C to it.
-POINTER_STEP, POINTER_TILE, POINTER_C = 0.46, 3.0, 1.7
-COPY_ENGINE_STEP, COPY_ENGINE_TILE, COPY_ENGINE_C = 0.39, 3.2, 1.3
+
+class Cost(NamedTuple):
+    """Microseconds of one multiprocessor for a step of `depth` of a tile, for the rest of a tile and for adding C to
+    it, and microseconds of the host for a launch."""
+
+    step: float
+    tile: float
+    c: float
+    host: float
+
+
+COSTS = {
+    POINTERS: Cost(step=0.46, tile=3.0, c=1.7, host=12.0),
+    COPY_ENGINE: Cost(step=0.39, tile=3.2, c=1.3, host=19.0),
+    SMALL: Cost(step=0.27, tile=0.9, c=0.4, host=12.0),
+}
 MULTIPROCESSORS = 132
-# Products of the library: multiply-adds and bytes per microsecond, and microseconds for the last, partly filled wave.
-LIBRARY_RATE, BANDWIDTH, LIBRARY_TAIL = 3.7e8, 4.0e6, 8.0
-# Microseconds of the host for a launch.
-HOST_LIBRARY, HOST_POINTERS, HOST_COPY_ENGINE = 15.0, 20.0, 40.0
-# What an estimate may be off by; a form is only preferred to the plain one when it wins by more.
-MARGIN = 1.05
+# Products that take the GPU less are launched with pointers: describing tiles to the copy engine takes the host longer.
+COPY_ENGINE_MICROSECONDS = 25.0
+# Products of the library: multiply-adds per microsecond; microseconds for the last, partly filled wave; microseconds of
+# the host for a call.
+LIBRARY_RATE, LIBRARY_TAIL, LIBRARY_HOST = 3.7e8, 8.0, 15.0
+BANDWIDTH = 4.6e6  # bytes per microsecond, of operands some of which are still in the L2 cache
+# What an estimate may be off by: for products of as many tiles as were measured, and of fewer.
+MEASURED_TILES, MARGIN, FEW_TILES_MARGIN = 500, 1.05, 1.25
 
 
 @lru_cache(maxsize=1024)
@@ -39,46 +53,48 @@ def tiling_for(batch: int, rows: int, depth: int, has_c: bool) -> Tiling:
     """Tiles for the symmetric product of [b, n, k] operands, with a sum or without."""
     if rows <= SMALL.edge:
         return SMALL
-    fast = depth % 8 == 0 and _symmetric(batch, rows, depth, COPY_ENGINE) >= COPY_ENGINE_MICROSECONDS
-    return COPY_ENGINE if fast else POINTERS
+    if depth % 8 == 0 and _symmetric(batch, rows, depth, COPY_ENGINE, has_c) >= COPY_ENGINE_MICROSECONDS:
+        return COPY_ENGINE
+    return POINTERS
 
 
 @lru_cache(maxsize=1024)
 def choose_form(batch: int, rows: int, columns: int, coefficients: Coefficients) -> Form:
     """The fastest form for a stack [b, n, m], n <= m."""
+    best: Form = "plain"
     if not coefficients or rows % 8 or columns % 8 or rows * columns >= 2**31:
-        return "plain"  # rows of the operands must begin at multiples of 16 bytes to be loaded at full speed
-    times = {form: estimate(batch, rows, columns, coefficients, form) for form in FORMS}
-    best = min(FORMS, key=lambda form: times[form])
-    return best if times[best] * MARGIN < times["plain"] else "plain"
+        return best  # rows of the operands must begin at multiples of 16 bytes to be loaded at full speed
+    tiles = _tiles(batch, rows, tiling_for(batch, rows, columns, False))
+    margin = MARGIN if tiles >= MEASURED_TILES else FEW_TILES_MARGIN
+    least = estimate(batch, rows, columns, coefficients, best)
+    for form in ("symmetric", "gram"):
+        times = estimate(batch, rows, columns, coefficients, form)
+        if all(mine * margin < other for mine, other in zip(times, least, strict=True)):
+            best, least = form, times
+    return best
 
 
-def estimate(batch: int, rows: int, columns: int, coefficients: Coefficients, form: Form) -> float:
-    """Microseconds of the iteration: of the GPU, or of the host where it is slower."""
+def estimate(batch: int, rows: int, columns: int, coefficients: Coefficients, form: Form) -> tuple[float, float]:
+    """Microseconds of the iteration: of the GPU alone, and of whichever is slower, GPU or host."""
     outer, inner, wide, square = launches(coefficients, form)
-    outer_tiling, inner_tiling = tiling_for(batch, rows, columns, False), tiling_for(batch, rows, rows, True)
-    gpu = outer * _symmetric(batch, rows, columns, outer_tiling)
-    gpu += inner * _symmetric(batch, rows, rows, inner_tiling)
-    if inner:  # one sum for each step
-        gpu += len(coefficients) * _sums(batch, rows, inner_tiling)
-    gpu += wide * _library(batch, rows, rows, columns)
+    sums = len(coefficients) if inner else 0  # each step squares once, and adds
     # A square of the plain form also copies A to where the sum goes, reads it there, and adds to the diagonal.
+    gpu = wide * _library(batch, rows, rows, columns)
     gpu += square * (_library(batch, rows, rows, rows) + 6 * batch * rows**2 / BANDWIDTH)
-    host = outer * _host(outer_tiling) + inner * _host(inner_tiling) + (wide + 2 * square) * HOST_LIBRARY
-    return max(gpu, host)
+    host = (wide + square) * LIBRARY_HOST
+    for count, depth, has_c in ((outer, columns, False), (inner - sums, rows, False), (sums, rows, True)):
+        tiling = tiling_for(batch, rows, depth, has_c)
+        gpu += count * _symmetric(batch, rows, depth, tiling, has_c)
+        host += count * COSTS[tiling].host
+    return gpu, max(gpu, host)
 
 
-def _symmetric(batch: int, rows: int, depth: int, tiling: Tiling) -> float:
-    step, tile = (COPY_ENGINE_STEP, COPY_ENGINE_TILE) if tiling.tma else (POINTER_STEP, POINTER_TILE)
-    one = math.ceil(depth / tiling.depth) * step * (tiling.edge / POINTERS.edge) + tile
+def _symmetric(batch: int, rows: int, depth: int, tiling: Tiling, has_c: bool) -> float:
+    cost, tiles = COSTS[tiling], _tiles(batch, rows, tiling)
+    one = math.ceil(depth / tiling.depth) * cost.step + cost.tile + cost.c * has_c
     bytes_moved = 2 * batch * rows * (depth + rows)
-    # Two programs share a multiprocessor, so that waves run into each other: only the first must be whole.
-    return max(max(_tiles(batch, rows, tiling) / MULTIPROCESSORS, 1) * one, bytes_moved / BANDWIDTH)
-
-
-def _sums(batch: int, rows: int, tiling: Tiling) -> float:
-    one = COPY_ENGINE_C if tiling.tma else POINTER_C
-    return max(_tiles(batch, rows, tiling) / MULTIPROCESSORS, 1) * one
+    # Two programs share a multiprocessor, and one alone is hardly faster.
+    return max(2 * math.ceil(tiles / (2 * MULTIPROCESSORS)) * one, bytes_moved / BANDWIDTH)
 
 
 def _tiles(batch: int, rows: int, tiling: Tiling) -> int:
@@ -88,8 +104,4 @@ def _tiles(batch: int, rows: int, tiling: Tiling) -> int:
 
 def _library(batch: int, rows: int, depth: int, columns: int) -> float:
     bytes_moved = 2 * batch * (rows * depth + depth * columns + rows * columns)
-    return max(batch * rows * depth * columns / LIBRARY_RATE, bytes_moved / BANDWIDTH) + LIBRARY_TAIL
-
-
-def _host(tiling: Tiling) -> float:
-    return HOST_COPY_ENGINE if tiling.tma else HOST_POINTERS
+    return max(batch * rows * depth * columns / LIBRARY_RATE + LIBRARY_TAIL, bytes_moved / BANDWIDTH)

@@ -7,14 +7,16 @@ does not compile is spared that operator, whose dispatch takes the host longer t
 from __future__ import annotations
 
 import warnings
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from perilune.kernels.newton_schulz.choice import COPY_ENGINE, POINTERS, choose_form
+from perilune.kernels.newton_schulz.choice import choose_form, tiling_for
 from perilune.kernels.newton_schulz.coefficients import Coefficients
 from perilune.kernels.newton_schulz.forms import FORMS, Form, iterate
-from perilune.kernels.newton_schulz.triton import normalized_stack, symmetric_product, why_not_on
+from perilune.kernels.newton_schulz.triton import Tiling, normalized_stack, symmetric_product, why_not_on
 from perilune.kernels.triton_support import INTERPRETED
 
 
@@ -73,45 +75,65 @@ def iterate_normalized(x_BNM: Tensor, coefficients: Coefficients, form: Form | N
     batch, rows, columns = x_BNM.shape
     if form is None:
         form = choose_form(batch, rows, columns, coefficients)
-        if form != "plain" and not products_are_right(x_BNM.device, x_BNM.dtype):
+        kernels = _kernels(batch, rows, columns, form)
+        if not all(is_right(x_BNM.device, x_BNM.dtype, kernel) for kernel in kernels):
             form = "plain"
     return iterate(x_BNM, coefficients, form)
 
 
-def products_are_right(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether symmetric products on this device agree with the library's, tried once for each device and dtype.
+class Kernel(NamedTuple):
+    """A symmetric product with these tiles, with a sum or without."""
+
+    tiling: Tiling
+    has_c: bool = False
+
+
+@lru_cache(maxsize=1024)
+def _kernels(batch: int, rows: int, columns: int, form: Form) -> tuple[Kernel, ...]:
+    """What this form needs for such a stack."""
+    if form == "plain":
+        return ()
+    depths = {columns, rows} if form == "gram" else {columns}
+    kernels = {Kernel(tiling_for(batch, rows, depth, False)) for depth in depths}
+    return (*kernels, Kernel(tiling_for(batch, rows, rows, True), has_c=True))
+
+
+def is_right(device: torch.device, dtype: torch.dtype, kernel: Kernel) -> bool:
+    """Whether a kernel agrees with the library on this device, tried once.
 
     Assemblers have got Hopper's matrix instructions wrong (see triton_support.py), and wrong directions train a model
     badly rather than not at all. A CUDA graph that is being recorded cannot be waited for: there, only what was tried
     before counts.
     """
-    key = (device, dtype)
+    key = (device, dtype, kernel)
     if key not in _TRIED:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return False
-        _TRIED[key] = _try_products(device, dtype)
+        # Each product is rounded once.
+        _TRIED[key] = _error(device, dtype, kernel) < 2 * torch.finfo(dtype).eps
+        if not _TRIED[key]:
+            warnings.warn(
+                f"products by Triton are wrong on {device} in {dtype}; Newton-Schulz uses the library's products "
+                "instead, which are slower. A newer Triton or ptxas may help",
+                stacklevel=2,
+            )
     return _TRIED[key]
 
 
-_TRIED: dict[tuple[torch.device, torch.dtype], bool] = {}
+_TRIED: dict[tuple[torch.device, torch.dtype, Kernel], bool] = {}
 
 
-def _try_products(device: torch.device, dtype: torch.dtype) -> bool:
-    rows, bound = 320, 2 * torch.finfo(dtype).eps  # two and a half tiles; each product is rounded once
+def _error(device: torch.device, dtype: torch.dtype, kernel: Kernel) -> float:
+    tiling = kernel.tiling
+    # Two and a half tiles, or three where the copy engine wants whole ones.
+    rows = 3 * tiling.edge if tiling.tma else 5 * tiling.edge // 2
     number = torch.arange(2 * rows * rows, device=device, dtype=torch.float64)
     x = torch.sin(number * number).view(2, rows, rows).mul_(rows**-0.5).to(dtype)
-    identity = torch.eye(rows, device=device, dtype=torch.float64)
-    for tiling in (POINTERS, COPY_ENGINE):
-        gram = symmetric_product(x, x, tiling=tiling)
-        polynomial = symmetric_product(gram, gram, tiling=tiling, alpha=2.0, c_BNN=gram, beta=-5.0, diagonal=3.0)
-        wide, square = x.double(), gram.double()
-        wanted = (wide @ wide.mT, 2 * square @ square - 5 * square + 3 * identity)
-        for got, want in zip((gram, polynomial), wanted, strict=True):
-            if not float((got.double() - want).norm() / want.norm()) < bound:
-                warnings.warn(
-                    f"symmetric products by Triton are wrong on {device} in {dtype}; Newton-Schulz uses the library's "
-                    "products instead, which are slower. A newer Triton or ptxas may help",
-                    stacklevel=2,
-                )
-                return False
-    return True
+    want = x.double() @ x.double().mT
+    if kernel.has_c:
+        c = want.to(dtype)
+        got = symmetric_product(x, x, tiling=tiling, alpha=2.0, c_BNN=c, beta=-5.0, diagonal=3.0)
+        want = 2 * want - 5 * c.double() + 3 * torch.eye(rows, device=device, dtype=torch.float64)
+    else:
+        got = symmetric_product(x, x, tiling=tiling)
+    return float((got.double() - want).norm() / want.norm())

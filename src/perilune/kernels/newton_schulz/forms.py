@@ -15,7 +15,6 @@ dominant direction the result explodes, in bfloat16 and in float16. So X and R a
 error has grown: by at most 200 from the first R, whose norm is below 1, and by at most 16 later, when many singular
 values are near 1 and the rounding of R is as large as its small eigenvalues. With these restarts the gram form is as
 near to the exact iteration as the plain one, for every published coefficient set and for spectra from flat to rank one.
-Matrices of few rows take one kernel for all that lies between two restarts (heads.py).
 """
 
 from __future__ import annotations
@@ -34,7 +33,8 @@ if TYPE_CHECKING:
 Form = Literal["plain", "symmetric", "gram"]
 FORMS: tuple[Form, ...] = ("plain", "symmetric", "gram")
 FIRST_GROWTH, LATER_GROWTH = 200.0, 16.0
-HEAD_ROWS, HEAD_STEPS = 128, 4  # what one program of heads.py holds
+# Stacks that the GPU is done with before the host is: there, fewer calls count and a copy does not.
+FEW_ELEMENTS = 2**22
 
 
 def restarts(coefficients: Coefficients) -> tuple[int, ...]:
@@ -49,12 +49,6 @@ def restarts(coefficients: Coefficients) -> tuple[int, ...]:
     return tuple(steps)
 
 
-def segments(coefficients: Coefficients) -> list[Coefficients]:
-    """The steps between restarts."""
-    borders = [0, *restarts(coefficients), len(coefficients)]
-    return [coefficients[before:after] for before, after in zip(borders, borders[1:])]
-
-
 def iterate(x_BNM: Tensor, coefficients: Coefficients, form: Form) -> Tensor:
     """The iteration on a stack [b, n, m], n <= m, of matrices with Frobenius norm 1. x is scratch space afterwards."""
     if not coefficients:
@@ -64,24 +58,24 @@ def iterate(x_BNM: Tensor, coefficients: Coefficients, form: Form) -> Tensor:
     if not is_aligned(x_BNM):
         x_BNM = x_BNM.clone()
     with device_of(x_BNM):
-        if form == "symmetric":
-            return _symmetric(x_BNM, coefficients)
-        if fits_heads(x_BNM.shape[1], coefficients):
-            return _gram_of_heads(x_BNM, coefficients)
-        return _gram(x_BNM, coefficients)
+        return _symmetric(x_BNM, coefficients) if form == "symmetric" else _gram(x_BNM, coefficients)
 
 
 def _plain(x_BNM: Tensor, coefficients: Coefficients) -> Tensor:
     batch, rows, _ = x_BNM.shape
     other = torch.empty_like(x_BNM)
     gram, polynomial = (x_BNM.new_empty(batch, rows, rows) for _ in range(2))
-    diagonal = polynomial.diagonal(dim1=-2, dim2=-1)
+    few = x_BNM.numel() <= FEW_ELEMENTS
+    diagonal = None if few else polynomial.diagonal(dim1=-2, dim2=-1)
     for a, b, c in coefficients:
         torch.bmm(x_BNM, x_BNM.mT, out=gram)
-        # a X inside the product: baddbmm would first copy X to where the result goes.
         torch.baddbmm(gram, gram, gram, beta=b, alpha=c, out=polynomial)
-        diagonal.add_(a)
-        torch.bmm(polynomial, x_BNM, out=other)
+        if diagonal is None:
+            torch.baddbmm(x_BNM, polynomial, x_BNM, beta=a, out=other)
+        else:
+            # a X inside the product: baddbmm would first copy X to where the result goes.
+            diagonal.add_(a)
+            torch.bmm(polynomial, x_BNM, out=other)
         x_BNM, other = other, x_BNM
     return x_BNM
 
@@ -127,23 +121,6 @@ def _gram(x_BNM: Tensor, coefficients: Coefficients) -> Tensor:
     return torch.bmm(product.stack, x.stack, out=other.stack)
 
 
-def fits_heads(rows: int, coefficients: Coefficients) -> bool:
-    """Whether the gram form of such matrices takes one kernel for every segment between restarts (heads.py)."""
-    return rows <= HEAD_ROWS and max(map(len, segments(coefficients))) <= HEAD_STEPS
-
-
-def _gram_of_heads(x_BNM: Tensor, coefficients: Coefficients) -> Tensor:
-    from perilune.kernels.newton_schulz.heads import segment_product
-
-    batch, rows, _ = x_BNM.shape
-    other, product = torch.empty_like(x_BNM), x_BNM.new_empty(batch, rows, rows)
-    for steps in segments(coefficients):
-        segment_product(x_BNM, steps, product)
-        torch.bmm(product, x_BNM, out=other)
-        x_BNM, other = other, x_BNM
-    return x_BNM
-
-
 def _products(x_BNM: Tensor) -> tuple[SymmetricProducts, SymmetricProducts, SymmetricProducts]:
     """Symmetric products of matrices like X, of square ones, and of square ones with a sum."""
     from perilune.kernels.newton_schulz.choice import tiling_for
@@ -166,9 +143,10 @@ def launches(coefficients: Coefficients, form: Form) -> tuple[int, int, int, int
         return 0, 0, 2 * steps, steps
     if form == "symmetric":
         return steps, steps, steps, 0
-    lengths = [len(each) for each in segments(coefficients)]
+    borders = [0, *restarts(coefficients), steps]
+    segments = [after - before for before, after in zip(borders, borders[1:])]
     # A segment of s steps: s squares, s - 1 products with Q, and two for each of the s - 1 times R moves on.
-    return len(lengths), sum(4 * length - 3 for length in lengths), len(lengths), 0
+    return len(segments), sum(4 * length - 3 for length in segments), len(segments), 0
 
 
 def multiplications(rows: int, columns: int, coefficients: Coefficients, form: Form) -> float:

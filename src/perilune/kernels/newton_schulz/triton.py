@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import torch
 import triton
@@ -24,7 +23,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from perilune.kernels.newton_schulz.launch import Launch, device_of, is_aligned
-from perilune.kernels.triton_support import num_sms, why_not_triton
+from perilune.kernels.triton_support import why_not_triton
 
 # Tile of the normalisation kernels, rows x columns of the stack.
 TILE_ROWS, TILE_COLUMNS, TILE_WARPS = 64, 128, 8
@@ -33,34 +32,25 @@ TILE_CONSTANTS = {"TILE_ROWS": TILE_ROWS, "TILE_COLUMNS": TILE_COLUMNS}
 
 @dataclass(frozen=True, kw_only=True)
 class Tiling:
-    """How a symmetric product is cut: `edge` rows x `width` columns of the result a program (width 0: edge; else edge
-    or twice edge), `depth` of the sum a step.
+    """How a symmetric product is cut: `edge` x `edge` of the result a program, `depth` of the sum a step.
 
     `group`: programs that run at the same time share a square of `group` x `group` tiles, so that they read the same
     operands from the L2 cache. `tma`: tiles are moved by the copy engine, which is faster but costs the host more.
-    `persistent`: as many programs as multiprocessors take one tile after the other, and load the next while they store
-    the last; with `tma`, without C, and where `edge` divides the rows.
     """
 
     edge: int
     depth: int
     warps: int
     stages: int
-    width: int = 0
     group: int = 1
     tma: bool = False
-    persistent: bool = False
-
-    @property
-    def columns(self) -> int:
-        return self.width or self.edge
 
 
 @triton.jit
-def _tile_of(program, rows, EDGE: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr):
+def _tile_of(program, rows, EDGE: tl.constexpr, GROUP: tl.constexpr):
     """Matrix, first row and first column of this program's tile: the groups of the lower triangle row by row."""
-    PER_GROUP: tl.constexpr = GROUP * GROUP * (WIDTH // EDGE)
-    groups = tl.cdiv(rows, WIDTH * GROUP)
+    PER_GROUP: tl.constexpr = GROUP * GROUP
+    groups = tl.cdiv(rows, EDGE * GROUP)
     per_matrix = groups * (groups + 1) // 2 * PER_GROUP
     matrix = program // per_matrix
     tile = program % per_matrix
@@ -71,20 +61,20 @@ def _tile_of(program, rows, EDGE: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.c
     down = tl.where(down * (down + 1) // 2 > group, down - 1, down)
     down = tl.where((down + 1) * (down + 2) // 2 <= group, down + 1, down)
     across = group - down * (down + 1) // 2
-    return matrix, down * WIDTH * GROUP + inside // GROUP * EDGE, (across * GROUP + inside % GROUP) * WIDTH
+    return matrix, (down * GROUP + inside // GROUP) * EDGE, (across * GROUP + inside % GROUP) * EDGE
 
 
 @triton.jit
 def _first_sum(
     c_ptr, matrix, first_row, first_column, rows, c_scale, diagonal,
-    HAS_C: tl.constexpr, EDGE: tl.constexpr, WIDTH: tl.constexpr,
+    HAS_C: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     """What the sum of products starts from: c_scale C + diagonal I, or zero. At the end of the sum there would be no
     registers left to load C into."""
-    total = tl.zeros((EDGE, WIDTH), tl.float32)
+    total = tl.zeros((EDGE, EDGE), tl.float32)
     if HAS_C:
         row = (first_row + tl.arange(0, EDGE))[:, None]
-        column = (first_column + tl.arange(0, WIDTH))[None, :]
+        column = (first_column + tl.arange(0, EDGE))[None, :]
         inside = (row < rows) & (column < rows)
         # Offsets inside one matrix fit int32 (checked by the caller), those inside the stack may not.
         c_ptr += matrix.to(tl.int64) * rows * rows
@@ -94,10 +84,10 @@ def _first_sum(
 
 
 @triton.jit
-def _store_square(
+def _store_both_halves(
     result, out, matrix, first_row, first_column, rows, EDGE: tl.constexpr, TMA: tl.constexpr
 ):  # fmt: skip
-    """A square tile as it is, and mirrored. `out` is a pointer, or tiles of [b n, n] with TMA."""
+    """A tile as it is, and mirrored. `out` is a pointer; with TMA, tiles of [b n, n]."""
     row = (first_row + tl.arange(0, EDGE))[:, None]
     column = (first_column + tl.arange(0, EDGE))[None, :]
     if first_row == first_column:
@@ -116,35 +106,21 @@ def _store_square(
 
 
 @triton.jit
-def _store_tile(
-    result, out, matrix, first_row, first_column, rows, EDGE: tl.constexpr, WIDTH: tl.constexpr, TMA: tl.constexpr
-):  # fmt: skip
-    if EDGE == WIDTH:
-        _store_square(result, out, matrix, first_row, first_column, rows, EDGE, TMA)
-    else:
-        left, right = tl.split(result.reshape(EDGE, 2, EDGE).permute(0, 2, 1))
-        _store_square(left, out, matrix, first_row, first_column, rows, EDGE, TMA)
-        if first_row > first_column:
-            _store_square(right, out, matrix, first_row, first_column + EDGE, rows, EDGE, TMA)
-
-
-@triton.jit
 def _symmetric_product_kernel(
     a_ptr, b_ptr, c_ptr, out_ptr, rows, depth, alpha, c_scale, diagonal,
-    HAS_C: tl.constexpr, EDGE: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
-    WHOLE_STEPS: tl.constexpr,
+    HAS_C: tl.constexpr, EDGE: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, WHOLE_STEPS: tl.constexpr,
 ):  # fmt: skip
-    matrix, first_row, first_column = _tile_of(tl.program_id(0), rows, EDGE, WIDTH, GROUP)
+    matrix, first_row, first_column = _tile_of(tl.program_id(0), rows, EDGE, GROUP)
     # Of a group on the diagonal, tiles above it and tiles outside the matrix have nothing to do.
     if (first_row >= first_column) & (first_row < rows):
         # Rows outside the matrix repeat its last row; what they produce is not stored.
         a_row = tl.minimum(first_row + tl.arange(0, EDGE), rows - 1)
-        b_row = tl.minimum(first_column + tl.arange(0, WIDTH), rows - 1)
+        b_row = tl.minimum(first_column + tl.arange(0, EDGE), rows - 1)
         base = matrix.to(tl.int64) * rows * depth
         step = tl.arange(0, DEPTH)
         a_tile = (a_ptr + base) + a_row[:, None] * depth + step[None, :]
         b_tile = (b_ptr + base) + b_row[:, None] * depth + step[None, :]
-        total = _first_sum(c_ptr, matrix, first_row, first_column, rows, c_scale, diagonal, HAS_C, EDGE, WIDTH)
+        total = _first_sum(c_ptr, matrix, first_row, first_column, rows, c_scale, diagonal, HAS_C, EDGE)
         for start in range(0, depth, DEPTH):
             if WHOLE_STEPS:
                 a, b = tl.load(a_tile), tl.load(b_tile)
@@ -155,64 +131,28 @@ def _symmetric_product_kernel(
             a_tile += DEPTH
             b_tile += DEPTH
         result = (total * alpha).to(out_ptr.dtype.element_ty)
-        _store_tile(result, out_ptr, matrix, first_row, first_column, rows, EDGE, WIDTH, False)
+        _store_both_halves(result, out_ptr, matrix, first_row, first_column, rows, EDGE, False)
 
 
 @triton.jit
 def _symmetric_product_tma_kernel(
     a_tiles, b_tiles, c_ptr, out, rows, depth, alpha, c_scale, diagonal,
-    HAS_C: tl.constexpr, EDGE: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
-    TMA_STORE: tl.constexpr,
+    HAS_C: tl.constexpr, EDGE: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, TMA_STORE: tl.constexpr,
 ):  # fmt: skip
-    """The same with operand tiles [rows, depth] moved by the copy engine; a_tiles and b_tiles describe [b n, k]."""
-    matrix, first_row, first_column = _tile_of(tl.program_id(0), rows, EDGE, WIDTH, GROUP)
+    """The same with tiles moved by the copy engine: a_tiles and b_tiles describe [b n, k], and `out` describes [b n, n]
+    where whole tiles make up a matrix (TMA_STORE), else it is a pointer."""
+    matrix, first_row, first_column = _tile_of(tl.program_id(0), rows, EDGE, GROUP)
     if (first_row >= first_column) & (first_row < rows):
         # Rows outside the matrix belong to the next one, or are zero; what they produce is not stored.
         a_row = matrix * rows + first_row
         b_row = matrix * rows + first_column
-        total = _first_sum(c_ptr, matrix, first_row, first_column, rows, c_scale, diagonal, HAS_C, EDGE, WIDTH)
+        total = _first_sum(c_ptr, matrix, first_row, first_column, rows, c_scale, diagonal, HAS_C, EDGE)
         for start in range(0, depth, DEPTH):
             a = a_tiles.load([a_row, start])
             b = b_tiles.load([b_row, start])
             total = tl.dot(a, tl.trans(b), total, input_precision="ieee")
         result = (total * alpha).to(c_ptr.dtype.element_ty)
-        _store_tile(result, out, matrix, first_row, first_column, rows, EDGE, WIDTH, TMA_STORE)
-
-
-@triton.jit
-def _store_square_or_nothing(
-    result, out_tiles, matrix, first_row, first_column, rows, wanted, EDGE: tl.constexpr
-):  # fmt: skip
-    # Without a branch, which the compiler cannot merge with the loop. Columns outside are left out by the copy engine.
-    row = (first_row + tl.arange(0, EDGE))[:, None]
-    column = (first_column + tl.arange(0, EDGE))[None, :]
-    result = tl.where(row >= column, result, tl.trans(result))
-    outside = tl.where(wanted & (first_row < rows), 0, rows)
-    out_tiles.store([matrix * rows + first_row, first_column + outside], result)
-    out_tiles.store([matrix * rows + first_column, first_row + outside], tl.trans(result))
-
-
-@triton.jit
-def _symmetric_product_persistent_kernel(
-    a_tiles, b_tiles, out_tiles, rows, depth, tiles, alpha,
-    EDGE: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
-):  # fmt: skip
-    """The same by few programs, without C."""
-    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
-        matrix, first_row, first_column = _tile_of(tile, rows, EDGE, WIDTH, 1)
-        total = tl.zeros((EDGE, WIDTH), tl.float32)
-        for start in range(0, depth, DEPTH):
-            a = a_tiles.load([matrix * rows + first_row, start])
-            b = b_tiles.load([matrix * rows + first_column, start])
-            total = tl.dot(a, tl.trans(b), total, input_precision="ieee")
-        result = (total * alpha).to(out_tiles.dtype)
-        if EDGE == WIDTH:
-            _store_square_or_nothing(result, out_tiles, matrix, first_row, first_column, rows, True, EDGE)
-        else:
-            left, right = tl.split(result.reshape(EDGE, 2, EDGE).permute(0, 2, 1))
-            below = first_row > first_column
-            _store_square_or_nothing(left, out_tiles, matrix, first_row, first_column, rows, True, EDGE)
-            _store_square_or_nothing(right, out_tiles, matrix, first_row, first_column + EDGE, rows, below, EDGE)
+        _store_both_halves(result, out, matrix, first_row, first_column, rows, EDGE, TMA_STORE)
 
 
 @triton.jit
@@ -322,26 +262,18 @@ class SymmetricProducts:
     Stacks must be contiguous and begin at multiples of 16 bytes.
     """
 
-    def __init__(self, device: torch.device, batch: int, rows: int, depth: int, tiling: Tiling, has_c: bool) -> None:
-        self._has_c, self._sizes = has_c, (rows, depth)
+    def __init__(self, batch: int, rows: int, depth: int, tiling: Tiling, has_c: bool) -> None:
         tma = tiling.tma and depth % 8 == 0
         tma_store = tma and rows % tiling.edge == 0
-        persistent = tma_store and tiling.persistent and not has_c
+        self._sizes = (rows, depth)
         # Shapes of tiles where the copy engine moves them, else None.
-        self._left = (tiling.edge, tiling.depth) if tma else None
-        self._right = (tiling.columns, tiling.depth) if tma else None
-        self._out = (tiling.edge, tiling.edge) if tma_store else None
-        self._persistent = persistent
-        groups = triton.cdiv(rows, tiling.columns * tiling.group)
-        tiles = batch * (groups * (groups + 1) // 2) * tiling.group**2 * (tiling.columns // tiling.edge)
-        constants: dict[str, Any] = {"EDGE": tiling.edge, "WIDTH": tiling.columns, "DEPTH": tiling.depth}
-        if persistent:
-            kernel, grid = _symmetric_product_persistent_kernel, (min(tiles, num_sms(device)),)
-            self._sizes = (rows, depth, tiles)
-        else:
-            kernel, grid = _symmetric_product_tma_kernel if tma else _symmetric_product_kernel, (tiles,)
-            constants = {"HAS_C": has_c, **constants, "GROUP": tiling.group}
-            constants |= {"TMA_STORE": tma_store} if tma else {"WHOLE_STEPS": depth % tiling.depth == 0}
+        self._source = (tiling.edge, tiling.depth) if tma else None
+        self._target = (tiling.edge, tiling.edge) if tma_store else None
+        groups = triton.cdiv(rows, tiling.edge * tiling.group)
+        grid = (batch * (groups * (groups + 1) // 2) * tiling.group**2,)
+        constants = {"HAS_C": has_c, "EDGE": tiling.edge, "DEPTH": tiling.depth, "GROUP": tiling.group}
+        constants |= {"TMA_STORE": tma_store} if tma else {"WHOLE_STEPS": depth % tiling.depth == 0}
+        kernel = _symmetric_product_tma_kernel if tma else _symmetric_product_kernel
         self._launch = Launch(kernel, grid, constants, num_warps=tiling.warps, num_stages=tiling.stages)
 
     def __call__(
@@ -356,15 +288,13 @@ class SymmetricProducts:
         diagonal: float = 0.0,
     ) -> None:
         """out <- alpha A B^T + beta C + diagonal I, or alpha A B^T without C. Checks nothing."""
-        left = a.stack if self._left is None else a.tiles(self._left)
-        right = b.stack if self._right is None else b.tiles(self._right)
-        target = out.stack if self._out is None else out.tiles(self._out)
-        if self._persistent:
-            self._launch(left, right, target, *self._sizes, alpha)
-        elif c is None:
-            self._launch(left, right, out.stack, target, *self._sizes, alpha, 0.0, 0.0)
-        elif alpha == 0:
+        if c is not None and alpha == 0:
             torch.mul(c.stack, beta, out=out.stack).diagonal(dim1=-2, dim2=-1).add_(diagonal)
+            return
+        left, right = (a.stack, b.stack) if self._source is None else (a.tiles(self._source), b.tiles(self._source))
+        target = out.stack if self._target is None else out.tiles(self._target)
+        if c is None:
+            self._launch(left, right, out.stack, target, *self._sizes, alpha, 0.0, 0.0)
         else:
             self._launch(left, right, c.stack, target, *self._sizes, alpha, beta / alpha, diagonal / alpha)
 
@@ -373,7 +303,7 @@ class SymmetricProducts:
 def symmetric_products(
     device: torch.device, dtype: torch.dtype, batch: int, rows: int, depth: int, tiling: Tiling, has_c: bool
 ) -> SymmetricProducts:
-    return SymmetricProducts(device, batch, rows, depth, tiling, has_c)
+    return SymmetricProducts(batch, rows, depth, tiling, has_c)
 
 
 def symmetric_product(
