@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import perilune.kernels.attnres.triton_mix  # noqa: F401  (registers attnres_mix)
-from perilune.kernels.attnres import merge, mix, phase1
+from perilune.kernels.attnres import cuda, merge, mix, phase1
 from perilune.kernels.attnres.triton import Bank, Carried, triton_merge_norm, triton_open
 from perilune.kernels.norm import rms_norm
 
@@ -282,6 +282,27 @@ def test_gpu_blocks_equal_the_definition_and_repeat_their_bits() -> None:
     assert_close([output, *grads], [expected, *gradients([expected], right.parameters)], 3 * FLOAT32_RTOL)
     again = ours.fused()
     assert all(torch.equal(a, b) for a, b in zip([output, *grads], [again, *gradients([again], ours.parameters)]))
+
+
+@pytest.mark.gpu
+def test_gpu_blocks_in_cuda_are_as_close_to_float64_as_in_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = (1024, (77,), 9, 3)
+    right = Network(*inputs, torch.float64, "cuda")
+    expected = [right.by_definition()]
+    expected += gradients(expected, right.parameters)
+
+    def errors() -> list[float]:
+        network = Network(*inputs, torch.bfloat16, "cuda")
+        output = network.fused()
+        found = [output, *gradients([output], network.parameters)]
+        return [float((x.double() - y).norm() / y.norm()) for x, y in zip(found, expected) if y.any()]
+
+    in_cuda = errors()
+    monkeypatch.setattr(cuda, "takes", lambda *inputs: False)
+    in_triton = errors()
+    assert in_cuda != in_triton
+    # The same roundings to bfloat16 of numbers that agree to 16 bits: equal errors up to luck.
+    assert sum(x**2 for x in in_cuda) <= 1.3**2 * sum(x**2 for x in in_triton)
 
 
 @pytest.mark.gpu

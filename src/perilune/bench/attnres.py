@@ -11,14 +11,16 @@ and gradients, beside the same chain of plain torch operators in bfloat16.
 vocabulary 32,768), forward, backward and fused AdamW, as one CUDA graph, so that no launch costs host time. Weights are
 float32, activations bfloat16. The peer is the same decoder with the plain residual path: one fused add + RMSNorm for
 each sublayer. All elementwise work is in fused kernels already (SwiGLU, norms, residuals, loss), in both alike, so
-nothing is left for a compiler. Overhead is (block AttnRes - plain) / plain. Peak memory is that of one step beyond
-weights and optimizer state.
+nothing is left for a compiler. Steps of both take turns; overhead is (block AttnRes - plain) / plain. Peak memory is
+that of one step beyond weights and optimizer state.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import reduce
+from itertools import pairwise
+from statistics import median
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +34,7 @@ from perilune.model.linear import Linear, RMSNorm, SwiGLU
 from perilune.model.residual import AttentionResidual, attnres_stream, plain_stream
 
 EPS = 1e-6
+STEPS_MS = 1500
 NUM_LAYERS, NUM_BLOCKS, HEAD_DIM, VOCABULARY = 24, 8, 128, 32768
 # Inputs rounded to bfloat16 are shared with the reference; what differs is one rounding of each result, 2^-9 at most,
 # and in gradients of parameters the order of sums.
@@ -237,27 +240,65 @@ class _Decoder(nn.Module):
 
 
 def _train_step(bench: Bench, case: str, width: int, batch: int, length: int) -> None:
-    results = {}
-    for name, blocks in (("plain residual", None), ("block AttnRes", NUM_BLOCKS if bench.is_gpu else 2)):
+    names = {"plain residual": None, "block AttnRes": NUM_BLOCKS if bench.is_gpu else 2}
+    peaks, calls = [], []
+    for blocks in names.values():
         step = _step_of(bench, width, batch, length, blocks)
         step()
-        results[name] = (bench.peak_memory(step), _step_ms(bench, case, step))
-        del step
+        peaks.append(bench.peak_memory(step))
         if bench.is_gpu:
             torch.cuda.empty_cache()
-    (plain_bytes, plain_ms), (bytes_, ms) = results["plain residual"], results["block AttnRes"]
+        calls.append(_as_graph(bench, case, step))
+    plain_ms, ms = _alternating_ms(calls) if bench.is_gpu else [bench.time(call) for call in calls]
     bench.add(case, "step, forward + backward + AdamW", "ms", ms, {"plain residual": plain_ms})
     bench.add(case, "overhead of block AttnRes", "%", 100 * (ms - plain_ms) / plain_ms)
-    bench.add(case, "peak memory of a step", "MiB", bytes_ / 2**20, {"plain residual": plain_bytes / 2**20})
+    bench.add(case, "peak memory of a step", "MiB", peaks[1] / 2**20, {"plain residual": peaks[0] / 2**20})
+    calls.clear()
+    if bench.is_gpu:
+        torch.cuda.empty_cache()
 
 
-def _step_ms(bench: Bench, case: str, step: Callable[[], None]) -> float:
+def _as_graph(bench: Bench, case: str, step: Callable[[], None]) -> Callable[[], None]:
+    """The step as one CUDA graph; the step itself where there is none."""
+    if not bench.is_gpu:
+        return step
+    stream = torch.cuda.Stream(bench.device)
+    stream.wait_stream(torch.cuda.current_stream(bench.device))
     try:
-        return bench.time_graph(step)
+        with torch.cuda.stream(stream):
+            step()
+        torch.cuda.synchronize(bench.device)
+        torch.cuda.empty_cache()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
     except RuntimeError as error:
         first_line = str(error).partition("\n")[0]
         bench.note(f"{case}: timed launch by launch, as a CUDA graph did not take the step ({first_line})")
-        return bench.time(step)
+        return step
+    # What the graph uses must live as long as it does.
+    return lambda kept=step: graph.replay()
+
+
+def _alternating_ms(calls: list[Callable[[], None]]) -> list[float]:
+    """Median time of each. They take turns without a pause, and the first of a turn changes: the clock of the GPU falls
+    under load and recovers in a pause, which must not favour either."""
+    repeats = 2
+    for attempt in range(2):  # the first to warm up, and for the number of repeats
+        turns = [[*enumerate(calls)][:: 1 if turn % 2 == 0 else -1] for turn in range(repeats)]
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats * len(calls) + 1)]
+        marks[0].record()
+        order = [index_and_call for turn in turns for index_and_call in turn]
+        for (_, call), mark in zip(order, marks[1:], strict=True):
+            call()
+            mark.record()
+        torch.cuda.synchronize()
+        times: list[list[float]] = [[] for _ in calls]
+        for (index, _), (begin, end) in zip(order, pairwise(marks), strict=True):
+            times[index].append(begin.elapsed_time(end))
+        if attempt == 0:
+            repeats = max(6, min(30, int(STEPS_MS / sum(map(min, times)))))
+    return [median(each) for each in times]
 
 
 def _step_of(bench: Bench, width: int, batch: int, length: int, blocks: int | None) -> Callable[[], None]:

@@ -184,7 +184,7 @@ def attnres_stream(
         return stream._replace(queries=tuple(site.folded() for site in sites))
     # All at once, and taken apart by two operations: a launch for each site and each gradient would cost more than
     # their arithmetic.
-    folded = torch.stack([site.gain for site in sites]) * torch.stack([site.query for site in sites])
+    folded = torch.stack([site.gain for site in sites]).float() * torch.stack([site.query for site in sites]).float()
     return stream._replace(
         queries=folded.unbind(0),
         all_queries=folded,

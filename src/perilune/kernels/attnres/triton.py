@@ -9,9 +9,11 @@ before and the RMSNorm after fused in:
 
 Rows of [tokens, width] they move, beside some float32 numbers a token:
 
-    open    read n + 2, write S + 1           backward: read 2n + S + 2, write n + 1
+    open    read n + 2, write S + 1           backward: read 2n + S + 2, write n + 1     (n = 1: write 2, no mixes)
     merge   read 3, write 2                   backward: read 4, write 2     (first in its block: 2, 1 and 4, 2)
     plain   read 2, write 2                   backward: read 3, write 1     (add_rms_norm, for comparison)
+
+For bfloat16 of usual widths, the largest of the kernels, `block_backward`, is written in CUDA C++ (`cuda/`).
 
 Kept for backward beside what a network keeps anyway (the inputs of its linear maps): the sources and running sums,
 where the plain path keeps its sums, and one mix a sublayer.
@@ -32,6 +34,7 @@ import torch
 import triton
 from torch import Tensor
 
+from perilune.kernels.attnres import cuda
 from perilune.kernels.attnres.triton_blocks import (
     block_backward,
     block_forward,
@@ -316,9 +319,8 @@ def _open(
         return outputs
     size = sizes[0]
     opened = _opened(outputs, size, len(sizes))
-    running = running.contiguous()
     source = running if opened.source is None else opened.source
-    num_sources, tokens = len(bank) + 1, source_tokens(num_tokens, running.device)
+    num_sources, tokens = len(bank) + 1, source_tokens(num_tokens, running.dtype, running.device)
     if not bank:
         compile_ahead(width, running.dtype, tuple(sizes), tokens, running.device)
     options = source_forward_options(width, running.dtype, sizes, all_queries, num_sources, tokens, added=x is not None)
@@ -365,21 +367,32 @@ def _open_backward(
     coefficients = [_empty(u, *leading, size) for _ in sources]
     if not num_tokens:
         return [bank, torch.zeros_like(u), torch.zeros_like(weight), *coefficients[:-1]]
-    per_sm, options = block_backward_options(width, num_sources, size, all_queries, accumulates=prior is not None)
-    programs = min(num_tokens, num_sms(u.device) * per_sm)
-    partial = _empty(u, programs, width)
-    block_backward[(programs,)](
-        tuple(sources), tuple(scores), weight.contiguous(), tuple(grad.contiguous() for grad in grads),
-        (norm, *(base.contiguous() for base in bases)), kept, norm, bank if prior is None else prior.contiguous(),
-        bank, tuple(coefficients), partial, num_tokens, num_tokens * width, **options,
-    )  # fmt: skip
+    weight = weight.contiguous()
+    grads, bases = [grad.contiguous() for grad in grads], [base.contiguous() for base in bases]
+    prior = None if prior is None else prior.contiguous()
+    rows = [*sources, *grads, bank if prior is None else prior]
+    if cuda.takes(rows, weight, num_sources, size):
+        partial = _empty(u, cuda.num_programs(num_tokens, width, num_sources, u.device), width)
+        given = cuda.arguments(
+            sources, scores, coefficients, grads, [norm, *bases], weight, kept, norm, prior, bank, partial
+        )
+        cuda.launch(given, width, size, u.device)
+    else:
+        per_sm, options = block_backward_options(width, num_sources, size, all_queries, accumulates=prior is not None)
+        programs = min(num_tokens, num_sms(u.device) * per_sm)
+        partial = _empty(u, programs, width)
+        block_backward[(programs,)](
+            tuple(sources), tuple(scores), weight, tuple(grads), (norm, *bases), kept, norm,
+            bank if prior is None else prior, bank, tuple(coefficients), partial, num_tokens, num_tokens * width,
+            **options,
+        )  # fmt: skip
     parts = (coefficients[-1], *(part.contiguous() for part in later))
     options = gather_options(queries, len(parts))
     gathered = _empty(bank, num_tokens, options["QUERY_BLOCK"])
     gather_coefficients[(triton.cdiv(num_tokens, options["TOKENS"]),)](
         parts, tuple(part.shape[-1] for part in parts), gathered, num_tokens, **options
     )
-    grid, tokens_per_share, options = source_backward_options(width, queries, num_tokens, u.device)
+    grid, tokens_per_share, options = source_backward_options(width, bank.dtype, queries, num_tokens, u.device)
     u_partial = _empty(u, grid[1], queries, width)
     source_backward[grid](
         bank[-1], sources[-1], gathered, u_rounded.contiguous(), bank[-1], u_partial, num_tokens, tokens_per_share,
@@ -421,7 +434,17 @@ def _backward_of_open(ctx, outputs: list[Tensor | None]):
     bases = [given(grad, u, *leading) for grad in grads.log_sums[1:]]
     later = [given(grad, u, *leading, width) for grad, width in zip(grads.score_carriers, sizes[1:], strict=True)]
     bank, grad_u, grad_weight, *coefficients = torch.ops.perilune.attnres_open_backward(
-        list(sources), list(scores), u, u_rounded, weight, mixes, bases, kept, norm, grads.carrier, later,
+        list(sources),
+        list(scores),
+        u,
+        u_rounded,
+        weight,
+        mixes,
+        bases,
+        kept,
+        norm,
+        grads.carrier,
+        later,
         grads.query_carrier,
     )
     grad_new = bank[-1] if grads.source is None else bank[-1] + grads.source
@@ -456,6 +479,7 @@ def triton_open(
     the normed input of the first sublayer, and for the S - 1 others mix and log-sum-exp, both for `triton_merge_norm`.
     """
     first = all_queries - sum(sizes)
+    running = Carried(running.value.contiguous(), running.carrier)
     parts = bank.query_parts
     if parts is None:
         rounded = u_QD.detach().to(running.value.dtype)

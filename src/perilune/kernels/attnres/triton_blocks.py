@@ -75,7 +75,9 @@ def source_forward(
     tl.store(kept + 2 * OLD_SOURCES + 1, score, mask=mask)
     for query in tl.static_range(SIZE):
         tl.store(
-            log_sums[query] + tokens[:, None] + queries[None, :] * 0, log_sum, mask=mask & (queries == query)[None, :]
+            log_sums[query] + tokens[:, None] + queries[None, :] * 0,
+            log_sum,
+            mask=mask & (queries == query)[None, :],
         )
 
 

@@ -18,6 +18,7 @@ import torch
 import triton
 from triton.runtime.jit import MockTensor
 
+from perilune.kernels.attnres import cuda
 from perilune.kernels.attnres.triton_blocks import (
     block_backward,
     block_forward,
@@ -69,12 +70,18 @@ def mix_backward_options(
     }  # fmt: skip
 
 
-def source_tokens(num_tokens: int, device: torch.device) -> int:
+def source_tokens(num_tokens: int, dtype: torch.dtype, device: torch.device) -> int:
     """Tokens of a tile of `source_forward`, few enough to give every multiprocessor one.
 
-    On an H200, 16,384 tokens of 1,024 take 59 to 70 us in tiles of 64, 79 to 103 us in tiles of 32.
+    On an H200, without the softmax, 16,384 tokens of 1,024 take 37 to 40 us in tiles of 64 and 56 us or more in tiles
+    of 32; 2,048 tokens 18 to 21 us in tiles of 16 and 20 to 30 us in tiles of 32.
     """
-    return max(16, min(64, power_of_2(num_tokens // num_sms(device) + 1) // 2))
+    return max(16, min(_most_tokens(dtype), power_of_2(num_tokens // num_sms(device) + 1) // 2))
+
+
+def _most_tokens(dtype: torch.dtype) -> int:
+    """As many bytes for float32 as for half precision: small GPUs have 100 KiB of shared memory."""
+    return 128 // dtype.itemsize
 
 
 def source_forward_options(
@@ -85,8 +92,10 @@ def source_forward_options(
     queries = sum(sizes)
     return {
         "WIDTH": width, "QUERIES": queries, "START": all_queries - queries, "TOTAL": all_queries, "SIZE": sizes[0],
-        "OLD_SOURCES": num_sources - 1, "TOKENS": tokens, "COLUMNS": 64, "QUERY_BLOCK": max(16, power_of_2(queries)),
-        "ADD": added, "SPLIT": dtype != torch.float32, "num_warps": 4, "num_stages": 3,
+        "OLD_SOURCES": num_sources - 1, "TOKENS": tokens,
+        "COLUMNS": 128 if tokens == 16 and dtype != torch.float32 else 64,
+        "QUERY_BLOCK": max(16, power_of_2(queries)), "ADD": added, "SPLIT": dtype != torch.float32, "num_warps": 4,
+        "num_stages": 3,
     }  # fmt: skip
 
 
@@ -105,16 +114,12 @@ def block_backward_options(
 ) -> tuple[int, dict[str, Any]]:
     """Programs on a multiprocessor, and the rest.
 
-    More sources at a time take fewer instructions, but registers that other programs then lack. The last group counts
-    in full, however few sources are left for it; with one group for all, rows without a source vanish when the kernel
-    is compiled. Chosen by instructions and registers of the compiled kernels.
+    More sources at a time take fewer instructions, but registers that other programs then lack. On an H200, four of
+    16,384 x 1,024 take 244 us four at a time and 260 us two at a time, eight 487 us and 453 us.
     """
     block = power_of_2(width)
-    if block > 1024:
-        group = min(power_of_2(num_sources), 2)
-    else:
-        group = {5: 8, 6: 2, 7: 8}.get(num_sources, min(power_of_2(num_sources), 4))
-    registers = {1: 96, 2: 128, 4: 168, 8: 255}[group]
+    group = power_of_2(num_sources) if num_sources <= 4 else 2
+    registers = 96 if group == 1 else 128
     warps = mix_warps(block)
     return max(1, min(16, 65536 // (32 * warps * registers))), {
         "WIDTH": width, "BLOCK": block, "NUM_SOURCES": num_sources, "GROUP": group, "QUERIES": size,
@@ -123,15 +128,19 @@ def block_backward_options(
 
 
 def source_backward_options(
-    width: int, queries: int, num_tokens: int, device: torch.device
+    width: int, dtype: torch.dtype, queries: int, num_tokens: int, device: torch.device
 ) -> tuple[tuple[int, int], int, dict[str, Any]]:
-    """Grid (column blocks, shares of the tokens), tokens of a share, and the rest."""
+    """Grid (column blocks, shares of the tokens), tokens of a share, and the rest.
+
+    On an H200, 16,384 tokens of 1,024 take 40 to 44 us in tiles of 64 tokens with two programs on a multiprocessor,
+    43 to 47 us in tiles of 32 with four.
+    """
     column_blocks = triton.cdiv(width, 64)
-    shares = max(1, min(triton.cdiv(num_tokens, 64), triton.cdiv(4 * num_sms(device), column_blocks)))
+    shares = max(1, min(triton.cdiv(num_tokens, 64), triton.cdiv(2 * num_sms(device), column_blocks)))
     tokens_per_share = triton.cdiv(triton.cdiv(num_tokens, shares), 64) * 64
     query_block = max(16, power_of_2(queries))
     return (column_blocks, triton.cdiv(num_tokens, tokens_per_share)), tokens_per_share, {
-        "WIDTH": width, "TOKENS": 32, "COLUMNS": 64, "QUERY_BLOCK": query_block,
+        "WIDTH": width, "TOKENS": _most_tokens(dtype), "COLUMNS": 64, "QUERY_BLOCK": query_block,
         "num_warps": 4, "num_stages": 3,
     }  # fmt: skip
 
@@ -162,11 +171,15 @@ def compile_ahead(width: int, dtype: torch.dtype, sizes: tuple[int, ...], tokens
         add(source_forward, (x, x, x, x, x, f, (f,) * n, (f,) * size, f, num_tokens, 0.5), options)
         options = block_forward_options(width, n, size)
         add(block_forward, ((x,) * n, f, (x,) * options["MIXES"], f, f, 0.5), options)
-        last = index == len(sizes) - 1
-        _, options = block_backward_options(width, n, size, all_queries, accumulates=not last)
-        pointers = ((x,) * n, (f,) * n, f, (x,) * size, (f,) * size, f, f, x, x, (f,) * n, f)
-        add(block_backward, (*pointers, num_tokens, num_tokens * width), options)
-        _, share, options = source_backward_options(width, sum(later), num_tokens, device)
+        if cuda.why_not_cuda(device, dtype, torch.float32, width, n, size) is None:
+            ctas = cuda.ctas(width, n)
+            jobs.setdefault(f"block_backward {size} {ctas}", partial(cuda.compiled, width, size, ctas, device))
+        else:
+            last = index == len(sizes) - 1
+            _, options = block_backward_options(width, n, size, all_queries, accumulates=not last)
+            pointers = ((x,) * n, (f,) * n, f, (x,) * size, (f,) * size, f, f, x, x, (f,) * n, f)
+            add(block_backward, (*pointers, num_tokens, num_tokens * width), options)
+        _, share, options = source_backward_options(width, dtype, sum(later), num_tokens, device)
         add(source_backward, (x, x, x, x, x, f, num_tokens, share, sum(later)), options)
         add(gather_coefficients, ((f,) * len(later), later, x, num_tokens), gather_options(sum(later), len(later)))
 

@@ -1,0 +1,138 @@
+"""`block_backward` of `triton_blocks.py` in CUDA C++, compiled at run time by torch's NVRTC.
+
+The products of one token's gradients with its sources are too small for a matrix product in Triton, and without the
+tensor cores the instructions take twice as long as the memory traffic. The Triton kernel defines what is computed and
+stays where this one cannot run. On an H200, eight sources of 16,384 x 1,024 take 344 us, 453 us in Triton; of 2,048
+columns 637 us and 951 us. (The same for `block_forward` was slower than Triton, whose instructions fit there.)
+
+Tests run the same source on the CPU (tests/kernels/emulator.h).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from perilune.kernels.triton_support import num_sms
+
+MAX_SOURCES, MAX_QUERIES = 8, 7
+POINTERS = ("weight", "kept", "norm", "prior", "grad", "partial")
+
+
+@cache
+def why_not_cuda(
+    device: torch.device, dtype: torch.dtype, weight_dtype: torch.dtype, width: int, num_sources: int, queries: int
+) -> str | None:
+    """The reason why this kernel cannot run, or None."""
+    if device.type != "cuda":
+        return f"CUDA kernels run on CUDA, not on {device.type!r}"
+    if dtype != torch.bfloat16 or weight_dtype != torch.float32:
+        return f"this kernel takes bfloat16 and a weight in float32, not {dtype} and {weight_dtype}"
+    if width % 256 or not 1024 <= width <= 4096:
+        return f"this kernel takes multiples of 256 from 1,024 to 4,096 as width, got {width}"
+    if num_sources > MAX_SOURCES or queries > MAX_QUERIES:
+        return f"this kernel takes up to {MAX_SOURCES} sources and {MAX_QUERIES} queries"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "this kernel needs compute capability 8.0"
+    return None if hasattr(torch.cuda, "_compile_kernel") else f"torch {torch.__version__} cannot compile CUDA sources"
+
+
+def takes(rows: Sequence[Tensor], weight: Tensor, num_sources: int, queries: int) -> bool:
+    """Whether the kernel takes these rows [..., width] of `num_sources` sources and of gradients."""
+    first = rows[0]
+    reason = why_not_cuda(first.device, first.dtype, weight.dtype, first.shape[-1], num_sources, queries)
+    return reason is None and all([x.data_ptr() % 16 == 0 for x in (*rows, weight)])
+
+
+def ctas(width: int, num_sources: int) -> int:
+    """CTAs of width / 256 warps on a multiprocessor.
+
+    On an H200, 1,024 columns: 3 are faster than 4, for 1, 4 and 8 sources. 2,048 columns: 2 for 4 sources (416 us
+    against 448), 1 for 8 (637 us against 756). Other widths are not measured.
+    """
+    if width <= 1024:
+        return 3
+    return 2 if width <= 2048 and num_sources <= 5 else 1
+
+
+def source(width: int, queries: int, num_ctas: int) -> str:
+    folder = Path(__file__).parent
+    files = (folder.parent.parent / "kda" / "cuda" / "instructions.cuh", folder / "block_backward.cu")
+    defines = {"WIDTH": width, "QUERIES": queries, "CTAS": num_ctas}
+    return "\n".join(
+        [*(f"#define {key} {value}" for key, value in defines.items()), *(x.read_text(encoding="utf-8") for x in files)]
+    )
+
+
+def shared_memory(width: int, queries: int) -> int:
+    """Bytes, as the kernel lays them out."""
+    return 4 * width + 4 * (66 * (width // 256) + 2 * (17 * queries + 9))
+
+
+@cache
+def _arguments_type(queries: int) -> Any:
+    """`Gradients` of the kernel."""
+    lists = [("sources", 8), ("scores", 8), ("coefficients", 8), ("grads", queries), ("bases", queries)]
+    fields: list[tuple[str, Any]] = [(name, ctypes.c_void_p * length) for name, length in lists]
+    fields += [(name, ctypes.c_void_p) for name in POINTERS]
+    fields += [("bank_stride", ctypes.c_longlong)]
+    fields += [(name, ctypes.c_int) for name in ("num_tokens", "num_sources", "total", "programs")]
+    return type("Gradients", (ctypes.Structure,), {"_fields_": fields})
+
+
+def arguments(
+    sources: Sequence[Tensor], scores: Sequence[Tensor], coefficients: Sequence[Tensor], grads: Sequence[Tensor],
+    bases: Sequence[Tensor], weight: Tensor, kept: Tensor, norm: Tensor, prior: Tensor | None, grad: Tensor,
+    partial: Tensor,
+) -> Any:  # fmt: skip
+    """All tensors contiguous; bases: of all queries, of which the first is not read; partial [programs, width]."""
+    given = _arguments_type(len(grads))()
+    lists = {"sources": sources, "scores": scores, "coefficients": coefficients, "grads": grads, "bases": bases}
+    for name, tensors in lists.items():
+        into = getattr(given, name)
+        for index, x in enumerate(tensors):
+            into[index] = x.data_ptr()
+    for name, x in zip(POINTERS, (weight, kept, norm, prior, grad, partial), strict=True):
+        setattr(given, name, None if x is None else x.data_ptr())
+    given.bank_stride, given.num_tokens, given.num_sources = sources[0].numel(), norm.numel(), len(sources)
+    given.total, given.programs = scores[0].shape[1] - 1, partial.shape[0]
+    return given
+
+
+def num_programs(num_tokens: int, width: int, num_sources: int, device: torch.device) -> int:
+    return min(num_tokens, num_sms(device) * ctas(width, num_sources))
+
+
+def launch(given: Any, width: int, queries: int, device: torch.device) -> None:
+    function = compiled(width, queries, ctas(width, given.num_sources), device).func
+    parameters = (ctypes.c_void_p * 1)(ctypes.addressof(given))
+    stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
+    error = _driver().cuLaunchKernel(
+        function, given.programs, 1, 1, width // 8, 1, 1, shared_memory(width, queries), stream, parameters, None
+    )
+    if error:
+        raise RuntimeError(f"cuLaunchKernel of attnres_block_backward failed with error {error}")
+
+
+@cache
+def _driver() -> Any:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+@cache
+def compiled(width: int, queries: int, num_ctas: int, device: torch.device) -> Any:
+    with torch.cuda.device(device):
+        # A thread that has not used the GPU yet has no context to load the kernel into.
+        context = ctypes.c_void_p()
+        _driver().cuCtxGetCurrent(ctypes.byref(context))
+        if not context:
+            _driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), torch.cuda.current_device())
+            _driver().cuCtxSetCurrent(context)
+        text = source(width, queries, num_ctas)
+        return torch.cuda._compile_kernel(text, "attnres_block_backward", nvcc_options=["--use_fast_math"])
