@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
+
+INSTRUCTIONS = Path(__file__).with_name("cuda_instructions.cuh")  # what sources have in common
 
 
 def why_not_cuda_source(device: torch.device) -> str | None:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from perilune.kernels.cuda_source import INSTRUCTIONS, compile_source, start, why_not_cuda_source
 from perilune.kernels.triton_support import num_sms
 
 MAX_SOURCES, MAX_QUERIES = 8, 7
@@ -30,17 +31,13 @@ def why_not_cuda(
     device: torch.device, dtype: torch.dtype, weight_dtype: torch.dtype, width: int, num_sources: int, queries: int
 ) -> str | None:
     """The reason why this kernel cannot run, or None."""
-    if device.type != "cuda":
-        return f"CUDA kernels run on CUDA, not on {device.type!r}"
     if dtype != torch.bfloat16 or weight_dtype != torch.float32:
         return f"this kernel takes bfloat16 and a weight in float32, not {dtype} and {weight_dtype}"
     if width % 256 or not 1024 <= width <= 4096:
         return f"this kernel takes multiples of 256 from 1,024 to 4,096 as width, got {width}"
     if num_sources > MAX_SOURCES or queries > MAX_QUERIES:
         return f"this kernel takes up to {MAX_SOURCES} sources and {MAX_QUERIES} queries"
-    if torch.cuda.get_device_capability(device) < (8, 0):
-        return "this kernel needs compute capability 8.0"
-    return None if hasattr(torch.cuda, "_compile_kernel") else f"torch {torch.__version__} cannot compile CUDA sources"
+    return why_not_cuda_source(device)
 
 
 def takes(rows: Sequence[Tensor], weight: Tensor, num_sources: int, queries: int) -> bool:
@@ -63,7 +60,7 @@ def ctas(width: int, num_sources: int) -> int:
 
 def source(width: int, queries: int, num_ctas: int) -> str:
     folder = Path(__file__).parent
-    files = (folder.parent.parent / "kda" / "cuda" / "instructions.cuh", folder / "block_backward.cu")
+    files = (INSTRUCTIONS, folder / "block_backward.cu")
     defines = {"WIDTH": width, "QUERIES": queries, "CTAS": num_ctas}
     return "\n".join(
         [*(f"#define {key} {value}" for key, value in defines.items()), *(x.read_text(encoding="utf-8") for x in files)]
@@ -111,28 +108,10 @@ def num_programs(num_tokens: int, width: int, num_sources: int, device: torch.de
 
 def launch(given: Any, width: int, queries: int, device: torch.device) -> None:
     function = compiled(width, queries, ctas(width, given.num_sources), device).func
-    parameters = (ctypes.c_void_p * 1)(ctypes.addressof(given))
-    stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
-    error = _driver().cuLaunchKernel(
-        function, given.programs, 1, 1, width // 8, 1, 1, shared_memory(width, queries), stream, parameters, None
-    )
-    if error:
-        raise RuntimeError(f"cuLaunchKernel of attnres_block_backward failed with error {error}")
-
-
-@cache
-def _driver() -> Any:
-    return ctypes.CDLL("libcuda.so.1")
+    start(function, given.programs, width // 8, shared_memory(width, queries), device, bytes(given))
 
 
 @cache
 def compiled(width: int, queries: int, num_ctas: int, device: torch.device) -> Any:
-    with torch.cuda.device(device):
-        # A thread that has not used the GPU yet has no context to load the kernel into.
-        context = ctypes.c_void_p()
-        _driver().cuCtxGetCurrent(ctypes.byref(context))
-        if not context:
-            _driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), torch.cuda.current_device())
-            _driver().cuCtxSetCurrent(context)
-        text = source(width, queries, num_ctas)
-        return torch.cuda._compile_kernel(text, "attnres_block_backward", nvcc_options=["--use_fast_math"])
+    text = source(width, queries, num_ctas)
+    return compile_source(text, "attnres_block_backward", device, shared_memory=shared_memory(width, queries))

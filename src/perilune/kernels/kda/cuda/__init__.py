@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from perilune.kernels.cuda_source import compile_source, start, why_not_cuda_source
+from perilune.kernels.cuda_source import INSTRUCTIONS, compile_source, start, why_not_cuda_source
 
 CHUNK, THREADS = 64, 128
 WIDTHS = (64, 128)
-HEADERS = ("instructions.cuh", "fragments.cuh", "gates.cuh")
+HEADERS = ("fragments.cuh", "gates.cuh")
 EXCHANGE = 16 * 32 * 16  # operands on their way between warps
 
 
@@ -45,8 +45,9 @@ def source(
         "X": "float" if x == torch.float32 else "u16", "X_HALF": int(x == torch.float16),
     }  # fmt: skip
     folder = Path(__file__).parent
-    parts = [(folder / file).read_text(encoding="utf-8") for file in (*HEADERS, f"{name}.cu")]
-    return "\n".join([*(f"#define {key} {value}" for key, value in defines.items()), *parts])
+    files = [INSTRUCTIONS, *(folder / file for file in (*HEADERS, f"{name}.cu"))]
+    lines = [f"#define {key} {value}" for key, value in defines.items()]
+    return "\n".join([*lines, *(file.read_text(encoding="utf-8") for file in files)])
 
 
 def shared_memory(name: str, key_dim: int, value_dim: int, *, known: int = 0) -> int:
