@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from perilune.kernels.documents import check_borders_shape, document_borders
+from perilune.kernels.kda.choice import own_or_library
 from perilune.kernels.kda.chunked import chunked_kda
 from perilune.kernels.kda.gates import BoundedGate, Gate, SoftplusGate
 from perilune.kernels.kda.reference import l2norm, recurrent_kda
@@ -70,6 +71,12 @@ def kda(
         raise ValueError(f"beta_max={beta_max!r} must be positive, or None when beta is the strength itself.")
     name = _choose_backend(backend, q, k, v, g, beta, initial_state, gate)
     scale = key_dim**-0.5 if scale is None else scale
+    if name == "triton" and backend is None and q.is_cuda and not torch.compiler.is_compiling():
+        options = {
+            "scale": scale, "initial_state_NHKV": initial_state, "cu_seqlens": cu_seqlens, "gate": gate,
+            "qk_l2norm": qk_l2norm, "dtype": torch.float32, "beta_bound": beta_max,
+        }  # fmt: skip
+        name = own_or_library(q, k, v, g, beta, options)
     if name == "triton":
         from perilune.kernels.kda.triton import triton_kda
 
