@@ -2,13 +2,14 @@
 
 import json
 import math
+import time
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import torch
 
-from perilune.bench import AREAS, Bench, BenchError, NotApplicable, Row, read_rows, run_area, write_rows
+from perilune.bench import AREAS, Bench, BenchError, NotApplicable, Row, attention, read_rows, run_area, write_rows
 from perilune.bench.kda import Case, make_inputs
 from perilune.bench.peers import attempt, optional
 from perilune.bench.rows import ratio_of, shown
@@ -118,6 +119,11 @@ def test_a_filter_takes_parts_of_names() -> None:
     assert bench.wants("T8192 strong") and bench.wants("T32768 weak") and not bench.wants("T32768 strong")
 
 
+def test_what_tunes_for_minutes_runs_only_when_it_is_named() -> None:
+    assert quiet(pattern="step, fla step B8").names("fla")
+    assert not quiet(pattern="step").names("fla") and not quiet().names("fla")
+
+
 def test_times_are_positive_and_gradients_are_dropped_between_calls() -> None:
     bench = quiet()
     x = torch.ones(10, requires_grad=True)
@@ -130,6 +136,18 @@ def test_times_are_positive_and_gradients_are_dropped_between_calls() -> None:
     assert bench.time(call, grad_to_none=[x]) > 0
     assert len(seen) > 2 and all(gradient is None for gradient in seen)
     assert bench.time_graph(lambda: x.detach() * 2) > 0
+
+
+def test_calls_in_a_row_count_the_time_of_the_host() -> None:
+    milliseconds = 3.0
+    assert quiet().time_in_a_row(lambda: time.sleep(milliseconds * 1e-3)) >= milliseconds
+
+
+def test_packed_documents_of_the_attention_benchmark_are_what_flash_attention_takes() -> None:
+    case = attention.Case(num_tokens=100, num_heads=2, num_kv_heads=2, num_documents=5)
+    inputs = attention.make_inputs(case, torch.device("cpu"))
+    assert inputs.cu_seqlens is not None and inputs.cu_seqlens.dtype == torch.int32
+    assert inputs.longest == int(inputs.cu_seqlens.diff().max()) < 100
 
 
 def test_peak_memory_counts_what_was_alive_at_once() -> None:

@@ -30,6 +30,7 @@ usage: perilune <verb> [arguments]
   data RECIPE        look at tokens and packing     perilune data nano
   report RUN         write the report of a run      perilune report nano
   export RUN FOLDER  write it for transformers      perilune export nano ./nano-hf
+  ladder STEP NAME   what an idea buys at scale     perilune ladder run tiny
   bench AREA         operators beside their peers   perilune bench kda --filter T8192
   doctor             what this machine can do       perilune doctor
 
@@ -360,6 +361,13 @@ def export_verb(arguments: list[str]) -> None:
         print(f"{folder}: {model.num_parameters():,} parameters as model_type {kind!r}")
 
 
+def ladder_verb(arguments: list[str]) -> None:
+    """Plan or run a scaling ladder."""
+    from perilune.cli_ladder import ladder_verb
+
+    ladder_verb(arguments)
+
+
 @dataclass(kw_only=True)
 class BenchFlags:
     filter: str = ""
@@ -464,6 +472,7 @@ VERBS: dict[str, Callable[[list[str]], None]] = {
     "data": data_verb,
     "report": report_verb,
     "export": export_verb,
+    "ladder": ladder_verb,
     "bench": bench_verb,
     "doctor": doctor_verb,
 }

@@ -147,3 +147,10 @@ def test_what_the_kernel_cannot_do_is_named() -> None:
         ((gpu, half, full, WIDTH, 9, 6), "8 sources"),
     ):
         assert reason in (cuda.why_not_cuda(*arguments) or "")
+
+
+def test_queries_in_half_precision_are_refused_before_the_kernel_writes_beyond_their_coefficients() -> None:
+    block = Block(2, 2, 1, WIDTH)
+    block.coefficients = [x.bfloat16() for x in block.coefficients]
+    with pytest.raises(TypeError, match="bfloat16"):
+        block.arguments(programs=1)

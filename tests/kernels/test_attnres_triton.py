@@ -211,6 +211,31 @@ def test_the_operators_themselves_can_be_checkpointed() -> None:
     assert all(torch.equal(ours, right) for ours, right in zip(again, plain))
 
 
+def test_a_block_opened_without_gradient_is_refused_where_gradients_would_get_lost() -> None:
+    """Gradients of sources and queries are handed on by the blocks that opened before; one under no_grad hands on
+    nothing. Without any gradient, or with nothing that has one, nothing is lost."""
+    network = Network(8, (3,), 4, 2, torch.float32)
+
+    def first_sublayer_under_no_grad(function, x):
+        torch.set_grad_enabled(True)
+        return function(x)
+
+    with torch.no_grad():
+        expected = network.fused()
+    with torch.inference_mode():
+        assert torch.equal(network.fused(), expected)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="opened under no_grad"):
+        network.fused(first_sublayer_under_no_grad)
+    for x in network.parameters:
+        x.requires_grad_(False)
+    for matrix in network.matrices:
+        matrix.requires_grad_()
+    with torch.no_grad():
+        output = network.fused(first_sublayer_under_no_grad)
+    right = torch.autograd.grad(network.by_definition().square().sum(), network.matrices)
+    assert_close(list(torch.autograd.grad(output.square().sum(), network.matrices)), [x.double() for x in right])
+
+
 def gradients_by_backward(output: Tensor, inputs: list[Tensor]) -> list[Tensor]:
     """By backward(), as the older form of checkpointing wants."""
     for x in inputs:

@@ -68,10 +68,32 @@ def test_a_token_outside_of_the_vocabulary_is_nan_and_has_no_gradient() -> None:
     assert torch.equal(d_weight, torch.tensor([[0.0], [1.0], [1.0], [0.0]], device=DEVICE).expand(4, 3))
 
 
+def test_a_wide_number_whose_low_half_is_a_token_is_none() -> None:
+    weight = torch.randn(4, 3, device=DEVICE, requires_grad=True)
+    tokens = torch.tensor([1, 2**32 + 1, 2**32 + 2, -(2**32) + 3], device=DEVICE)
+    x, d_weight = rows_and_gradient(tokens, weight, torch.ones(4, 3, device=DEVICE), "triton")
+    assert x[1:].isnan().all() and torch.equal(x[0], weight[1])
+    assert torch.equal(d_weight, torch.tensor([[0.0], [1.0], [0.0], [0.0]], device=DEVICE).expand(4, 3))
+
+
+def test_the_weight_may_change_before_the_backward_and_is_not_kept() -> None:
+    weight = torch.randn(4, 3, device=DEVICE, requires_grad=True)
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        x = embed(torch.tensor([1, 1], device=DEVICE), weight, torch.float32, backend="triton")
+    with torch.no_grad():
+        weight.mul_(2)
+    x.sum().backward()
+    assert torch.equal(weight.grad, torch.tensor([[0.0], [2.0], [0.0], [0.0]], device=DEVICE).expand(4, 3))
+    assert all(x.shape != weight.shape for x in kept)
+
+
 def test_wrong_arguments_are_refused() -> None:
     weight, tokens = torch.randn(4, 3, device=DEVICE), torch.tensor([1], device=DEVICE)
     with pytest.raises(ValueError, match="tokens are torch.float32"):
         embed(tokens.float(), weight, torch.float32)
+    with pytest.raises(ValueError, match="tokens are torch.uint8, expected int32 or int64"):
+        embed(tokens.to(torch.uint8), weight, torch.float32)
     with pytest.raises(ValueError, match=r"weight has shape \(3,\)"):
         embed(tokens, weight[0], torch.float32)
     with pytest.raises(ValueError, match="backend='fast' is unknown"):
@@ -81,6 +103,8 @@ def test_wrong_arguments_are_refused() -> None:
 
 
 def test_the_operator_passes_the_library_checks() -> None:
+    import perilune.kernels.embedding.triton  # noqa: F401  registers the operator
+
     weight = torch.randn(4, 3, device=DEVICE, requires_grad=True)
     tokens = torch.tensor([[1, 3, 1]], device=DEVICE)
     torch.library.opcheck(torch.ops.perilune.embed.default, (tokens, weight, torch.float32))

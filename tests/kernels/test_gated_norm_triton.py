@@ -31,6 +31,24 @@ def relative_error(mine, right) -> float:
     return ((mine.double() - right).norm() / right.norm()).item()
 
 
+def test_rows_in_flight_fit_into_the_shared_memory_of_small_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    from perilune.kernels.gated_norm import triton
+
+    launches = []
+
+    class Recorder:
+        def __getitem__(self, grid):
+            return lambda *tensors, **constants: launches.append(constants)
+
+    monkeypatch.setattr(triton, "_backward_kernel", Recorder())
+    for width in (16, 128, 2048, 4096, triton.MAX_WIDTH):
+        x = torch.zeros(2, width, device=DEVICE)
+        triton._backward(x, x, x, x[0], 1e-5)
+        constants = launches.pop()
+        in_flight = 3 * (constants["STAGES"] - 1) * constants["ROWS"] * constants["BLOCK"] * 4  # dy, x and gate
+        assert in_flight + constants["BLOCK"] <= 99 << 10, width
+
+
 # 4096 elements are a tile: widths on both sides of a power of two, one row, several tiles per program.
 @pytest.mark.parametrize("shape", [(1, 1), (1, 128), (3, 5, 20), (2, 70, 2, 33), (7, 4096), (1100, 32)])
 def test_outputs_and_gradients_equal_the_definition(shape) -> None:

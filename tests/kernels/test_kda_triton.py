@@ -10,6 +10,8 @@ import pytest
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 pytest.importorskip("triton")
 
@@ -230,6 +232,23 @@ def test_operator_contract(grad: bool):
         (*arguments, *rest),
         test_utils=("test_schema", "test_faketensor"),
     )
+
+
+def test_who_watches_operators_sees_one_of_ours_and_not_what_it_is_made_of():
+    """Plain functions would show them allocations that nothing they know of ever fills."""
+    tensors, _, d_o, _ = problem(T=20, H=1, gate=None)
+    inputs = [tensors[name] for name in ("q", "k", "v", "g", "beta")]
+
+    def gradients(*inputs: Tensor) -> tuple[Tensor, ...]:
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        o, _ = kda(*leaves, qk_l2norm=True, backend="triton")
+        return o.detach(), *torch.autograd.grad(o, leaves, d_o.to(o.device))
+
+    graph = make_fx(gradients)(*inputs)
+    assert all(torch.equal(a, b) for a, b in zip(graph(*inputs), gradients(*inputs), strict=True))
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        shapes = [x.shape for x in gradients(*(mode.from_tensor(x) for x in inputs))]
+    assert shapes == [x.shape for x in (d_o, *inputs)]
 
 
 def test_compiles_as_one_graph():

@@ -110,6 +110,18 @@ def test_more_shares_than_tiles_leave_some_empty(num_splits: int) -> None:
 
 
 @needs_interpreter
+def test_a_cache_that_begins_off_16_bytes_takes_the_path_without_the_copy_engine() -> None:
+    from perilune.kernels.mla_decode.triton import run_mla_decode
+
+    q, cache, table, lengths, latent = paged([70, 3])
+    memory = torch.empty(cache.numel() + 4)
+    offset = next(first for first in (0, 1) if memory[first:].data_ptr() % 16)
+    moved = memory[offset : offset + cache.numel()].view_as(cache).copy_(cache)
+    ours = run_mla_decode(q, moved, table, lengths, latent, SCALE, 2, True)
+    assert_close(ours, exactly(q, cache, table, lengths, latent), FLOAT32, FLOAT32)
+
+
+@needs_interpreter
 def test_large_logits_do_not_overflow() -> None:
     q, cache, table, lengths, latent = paged([1, 100])
     case = (1e3 * q, cache, table, lengths, latent)
@@ -217,6 +229,21 @@ def test_on_cuda_bfloat16_is_close_to_float64(heads, latent, rope, page, backend
             ours = attend(*case, backend=backend, num_splits=num_splits)
             assert not ours[0][0].any()
             assert_close(ours, right, BFLOAT16, LOGITS * float(right[1][1:].abs().max()))
+
+
+@pytest.mark.gpu
+def test_on_cuda_parts_of_larger_tensors_may_begin_anywhere() -> None:
+    q, cache, table, lengths, latent = paged(
+        [300, 77], heads=16, latent=512, rope=64, page=64, dtype=torch.bfloat16, device="cuda"
+    )
+
+    def moved(x: Tensor) -> Tensor:
+        return x.new_empty(x.numel() + 1)[1:].view_as(x).copy_(x)
+
+    right = exactly(q, cache, table, lengths, latent)
+    for case in ((moved(q), cache), (q, moved(cache))):
+        ours = attend(*case, table, lengths, latent)
+        assert_close(ours, right, BFLOAT16, LOGITS * float(right[1].abs().max()))
 
 
 @pytest.mark.gpu

@@ -1,18 +1,22 @@
 """Newton-Schulz kernels for the GPU: symmetric products, normalisation and the three forms, in Triton's interpreter in
 float32 (float16 where rounding is the subject), and on a GPU in half precision."""
 
+import itertools
 import math
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from perilune.kernels.newton_schulz import COEFFICIENTS, orthogonalize
 from perilune.kernels.triton_support import HAS_TRITON
 
 if not HAS_TRITON:
     pytest.skip("Triton is not installed", allow_module_level=True)
+
+from triton.runtime.errors import OutOfResources
 
 from perilune.kernels.newton_schulz import choice, fast, forms
 from perilune.kernels.newton_schulz.fast import fast_orthogonalize, orthogonalize_operator
@@ -253,7 +257,8 @@ def test_multiplications_of_five_steps():
 @on_cpu
 def test_kernels_that_are_wrong_are_not_used(monkeypatch):
     cpu = torch.device("cpu")
-    kernels = [fast.Kernel(tiles, has_c) for tiles in (SMALL, replace(SMALL, tma=True)) for has_c in (False, True)]
+    tilings, either = (SMALL, replace(SMALL, tma=True)), (False, True)
+    kernels = [fast.Kernel(*each) for each in itertools.product(tilings, either, either)]
     monkeypatch.setattr(fast, "_TRIED", {})
     assert all(fast.is_right(cpu, torch.float32, kernel) for kernel in kernels)
     # As if the assembler had dropped one tile.
@@ -272,6 +277,43 @@ def test_kernels_that_are_wrong_are_not_used(monkeypatch):
         got = fast.iterate_normalized(x.clone(), JORDAN)
     assert torch.equal(got, forms.iterate(x.clone(), JORDAN, "plain"))
     assert torch.equal(fast.iterate_normalized(x.clone(), JORDAN), got)  # and no second warning
+
+
+@on_cpu
+@pytest.mark.parametrize("tma", [False, True], ids=["pointers", "tma"])
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("tiling", [choice.SMALL, choice.POINTERS], ids=["small", "large"])
+def test_what_is_tried_is_what_is_compiled_for_a_stack(tiling, whole, tma, monkeypatch):
+    """Steps and stores of whole tiles are other kernels than those of parts, and may be right where these are wrong."""
+    tiling, compiled = replace(tiling, tma=tma), []
+
+    def product(x, _, *, tiling, c_BNN=None, **scales):
+        compiled.append(SymmetricProducts(*x.shape, tiling, c_BNN is not None)._launch._constants)
+        return x @ x.mT
+
+    monkeypatch.setattr(fast, "symmetric_product", product)
+    monkeypatch.setattr(fast, "tiling_for", lambda *shape: tiling)
+    shape = (2, 4 * tiling.edge, 8 * tiling.depth) if whole else (2, 4 * tiling.edge + 8, 8 * tiling.depth + 8)
+    for kernel in fast._kernels.__wrapped__(*shape, "symmetric"):
+        fast._error(torch.device("cpu"), torch.float32, kernel)
+    wanted = [(shape, False), ((2, shape[1], shape[1]), True)]
+    assert compiled == [SymmetricProducts(*each, tiling, has_c)._launch._constants for each, has_c in wanted]
+
+
+@on_cpu
+def test_kernels_that_do_not_fit_on_a_gpu_are_not_used(monkeypatch):
+    """A GPU with 100 KiB of shared memory may be asked for a kernel that was measured on one with 228."""
+
+    def too_large(*operands, **options):
+        raise OutOfResources(131072, 101376, "shared memory")
+
+    monkeypatch.setattr(fast, "_TRIED", {})
+    monkeypatch.setattr(fast, "symmetric_product", too_large)
+    monkeypatch.setattr(fast, "choose_form", lambda *shape: "symmetric")
+    x = normal(1, 9, 16) / 16
+    with pytest.warns(UserWarning, match="do not fit on cpu in torch.float32 .*shared memory"):
+        got = fast.iterate_normalized(x.clone(), JORDAN)
+    assert torch.equal(got, forms.iterate(x.clone(), JORDAN, "plain"))
 
 
 def test_the_choice_follows_the_shape():
@@ -319,6 +361,14 @@ def test_the_operator_is_well_formed():
     for shape in ((2, 6, 9), (2, 9, 6)):
         flat = [value for step in JORDAN[:2] for value in step]
         torch.library.opcheck(orthogonalize_operator, (normal(*shape), flat, torch.float32, "symmetric"))
+
+
+@on_cpu
+@pytest.mark.parametrize("shape", [(2, 6, 9), (2, 9, 6)], ids=str)
+def test_fake_tensors_have_the_shape_and_dtype_of_real_ones(shape):
+    with FakeTensorMode():
+        got = orthogonalize(torch.empty(shape), dtype=torch.float16, backend="triton")
+    assert got.shape == shape and got.dtype == torch.float32
 
 
 # On a GPU

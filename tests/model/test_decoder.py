@@ -53,6 +53,20 @@ def test_any_way_of_feeding_the_cache_gives_the_same_logits(cuts: list[int], see
     assert relative_error(torch.cat(pieces, dim=1), model(tokens)) < SAME
 
 
+def test_hooks_and_options_of_the_embedding_are_kept() -> None:
+    model = build(BASE)
+    tokens = torch.tensor([[0, 1, 2]])
+    plain = model(tokens)
+    handle = model.embed_tokens.register_forward_hook(lambda module, inputs, output: 2 * output)
+    assert relative_error(model(tokens), plain) > 0.01
+    handle.remove()
+    assert torch.equal(model(tokens), plain)
+    model.embed_tokens.padding_idx = 0
+    model(tokens).sum().backward()
+    gradient = model.embed_tokens.weight.grad
+    assert gradient is not None and not gradient[0].any() and gradient[1].any()
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_later_tokens_do_not_change_earlier_logits(variant: str) -> None:
     model = build(VARIANTS[variant]).eval()

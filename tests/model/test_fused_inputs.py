@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from perilune.kernels.triton_support import why_not_triton
 from perilune.model.cache import MLACache
@@ -92,6 +93,7 @@ def all_of_latent(layer: LatentAttention, x: Tensor, inputs) -> list[Tensor]:
         (2, 4, 6, 7, 16, 5),
         (1, 8, 2, None, 3, 1500),
         (5, 1, 1, 1, 1, 1),
+        (70, 2, 33, None, 3, 4),  # the shared parts of one token are more than a tile of latents holds
     ],
 )
 def test_keys_and_values_at_once_are_those_of_the_products(heads, own, shared, q_rank, rank, tokens) -> None:
@@ -133,6 +135,113 @@ def test_the_operator_of_latent_inputs_passes_the_library_checks() -> None:
     x = torch.randn(1, 3, 10, device=DEVICE, requires_grad=True)
     for q_weights in ([], [layer.q_proj.weight]):
         torch.library.opcheck(torch.ops.perilune.mla_inputs.default, (x, q_weights, *weights, 2, 2, 1e-6))
+
+
+@needs_triton
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_inputs_at_once_under_activation_checkpointing_give_the_same_bits(use_reentrant: bool) -> None:
+    latent = latent_layer(MLAConfig(num_attention_heads=2, kv_lora_rank=4, qk_nope_head_dim=3, v_head_dim=2))
+    delta, x = layer_and_input(False)
+
+    def delta_inputs(x: Tensor) -> tuple[Tensor, ...]:
+        found = delta._inputs_at_once(x, None, None)
+        return found.q, found.k, found.v, found.gate_input, found.output_gate, found.beta
+
+    for layer, inputs in ((latent, latent._inputs_at_once), (delta, delta_inputs)):
+        gradients = []
+        for results in (inputs(x), checkpoint(inputs, x, use_reentrant=use_reentrant)):
+            sum(y.square().sum() for y in results).backward()
+            sources = [x, *(parameter for parameter in layer.parameters() if parameter.grad is not None)]
+            gradients.append([source.grad for source in sources])
+            for source in sources:
+                source.grad = None
+        assert len(gradients[0]) > 4
+        assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+@needs_triton
+def test_tiles_of_keys_hold_one_token_or_no_more_than_they_should() -> None:
+    from perilune.kernels.attention.triton_latent import _tile
+
+    for per_token in (1, 8, 512, 2048, 4096, 1 << 16):
+        tokens, num_warps = _tile(per_token, 2048, 2)
+        assert tokens == 1 or tokens * per_token <= 2048
+        assert 2 <= num_warps <= 16 and (num_warps == 2) == (per_token < 4096)
+
+
+class Adapter(nn.Module):
+    """A linear map and a trained correction of low rank, with the weight of the map, as adapters for LoRA show it."""
+
+    def __init__(self, base: Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Parameter(torch.randn(2, base.in_features))
+        self.up = nn.Parameter(torch.randn(base.out_features, 2))
+
+    @property
+    def weight(self) -> Tensor:
+        return self.base.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + x @ self.down.T @ self.up.T
+
+
+def mla_and_fused() -> tuple[nn.Module, list[str]]:
+    return LatentAttention(10, MLAConfig()), ["q_proj", "kv_a_proj_with_mqa", "kv_b_proj"]
+
+
+def kda_and_fused() -> tuple[nn.Module, list[str]]:
+    names = ["q_proj", "k_proj", "v_proj", "f_a_proj", "f_b_proj", "b_proj", "g_a_proj", "g_b_proj"]
+    return KimiDeltaAttention(10, KDAConfig(num_heads=2, head_dim=4)), names
+
+
+@needs_triton
+@pytest.mark.parametrize("build", [mla_and_fused, kda_and_fused])
+def test_a_layer_with_an_adapter_or_a_hook_calls_its_modules(build, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("mla", "kda"):  # as on a GPU in half precision
+        monkeypatch.setattr(f"perilune.model.{module}.takes_one_product", lambda x, *weights: True)
+    layer, names = build()
+    x = torch.randn(1, 5, 10)
+    assert layer._takes_inputs_at_once(x, None)
+    for name in names:
+        seen = []
+        handle = layer.get_submodule(name).register_forward_hook(lambda *_, seen=seen: seen.append(1))
+        layer(x, Packing())
+        handle.remove()
+        assert seen and layer._takes_inputs_at_once(x, None), name
+        base = layer.get_submodule(name)
+        adapter = Adapter(base)
+        setattr(layer, name, adapter)
+        layer(x, Packing()).square().sum().backward()
+        assert adapter.up.grad is not None and adapter.up.grad.any(), name
+        setattr(layer, name, base)
+
+
+@needs_triton
+def test_a_norm_with_a_hook_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("perilune.model.mla.takes_one_product", lambda x, *weights: True)
+    layer, seen = LatentAttention(10, MLAConfig()), []
+    layer.kv_a_layernorm.register_forward_hook(lambda *_: seen.append(1))
+    layer(torch.randn(1, 5, 10), Packing())
+    assert seen
+
+
+def test_an_mlp_with_an_adapter_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("perilune.model.linear.takes_one_product", lambda x, *weights: True)
+    mlp, x = SwiGLU(6, 10), torch.randn(3, 6)
+    without = mlp(x)
+    mlp.up_proj = Adapter(mlp.up_proj)
+    assert not torch.allclose(mlp(x), without)
+
+
+def test_a_step_of_decoding_uses_an_adapter_of_the_up_projection() -> None:
+    layer = latent_layer(MLAConfig())
+    layer.kv_b_proj = Adapter(layer.kv_b_proj).to(DEVICE)
+    x = torch.randn(2, 6, 10, device=DEVICE)
+    with torch.no_grad():
+        whole, cache = layer(x, Packing()), MLACache()
+        steps = [layer(x[:, :4], Packing(), cache), *(layer(x[:, t : t + 1], Packing(), cache) for t in (4, 5))]
+    torch.testing.assert_close(torch.cat(steps, dim=1), whole, rtol=1e-5, atol=1e-5)
 
 
 def test_layers_that_rotate_or_keep_latents_take_the_products() -> None:

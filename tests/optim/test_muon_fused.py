@@ -191,6 +191,26 @@ def test_a_recorded_step_is_refused_once_its_state_moved_and_kept_only_when_whol
     assert Tape.replays == 4
 
 
+@on_cpu
+def test_a_recorded_step_is_refused_once_the_optimizer_has_given_up_what_it_reads(monkeypatch):
+    """Loading a state that is the optimizer's own moves no tensor of it, but settings and tables are made anew."""
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Tape)
+    monkeypatch.setattr(torch.cuda, "graph", contextlib.nullcontext)
+    monkeypatch.setattr(CapturedStep, "_check_devices", lambda self: None)
+    model = nn.Linear(8, 8)
+    optimizer = MuonClip.for_model(model, lr=0.1, qk_clip_tau=None, capturable=True)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    captured = optimizer.captured_step()
+    for _ in range(2):
+        captured()
+    places = captured._other_places()
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert captured._other_places() == places
+    with pytest.raises(RuntimeError, match="make a new captured_step"):
+        captured()
+
+
 # On a GPU
 
 

@@ -54,6 +54,7 @@ class Inputs:
     v: Tensor
     grad_o: Tensor
     cu_seqlens: Tensor | None
+    longest: int  # document, in tokens
 
     @property
     def leaves(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -198,10 +199,11 @@ def _flex_with_max(inputs: Inputs) -> Tensor:
 
 
 def _flash_varlen(inputs: Inputs) -> Tensor:
-    """torch's flash attention over documents, none assumed longer than the row, so that nobody waits for the device."""
+    """torch's flash attention over documents. It is told how long the longest is, which ours need not know: told the
+    length of the row, it would launch that many tiles for every document."""
     assert inputs.cu_seqlens is not None
     q, k, v = (x[0] for x in inputs.leaves)
-    borders, length = inputs.cu_seqlens.int(), len(q)
+    borders, length = inputs.cu_seqlens, inputs.longest
     padded = F.pad(v, (0, q.shape[2] - v.shape[2]))
     o, *_ = torch.ops.aten._flash_attention_forward(
         q, k, padded, borders, borders, length, length, 0.0, True, False, scale=q.shape[2] ** -0.5
@@ -220,8 +222,8 @@ def make_inputs(
     gain: float = 1.0,
     like: Inputs | None = None,
 ) -> Inputs:
-    """Random inputs, of `like` in another dtype if given. v is a part of a wider tensor, as MLA's up-projection
-    leaves it."""
+    """Random inputs, of `like` in another dtype if given. v is a part of a wider tensor, as the up-projection of an MLA
+    layer that rotates leaves it."""
     if dtype is None:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     if like is not None:
@@ -241,13 +243,13 @@ def make_inputs(
         grad_o = normal(case.num_heads, case.value_width)
         cu_seqlens = _borders(case).to(device) if case.num_documents > 1 else None
     q, k, v = (x.requires_grad_() for x in (q, k, v))
-    return Inputs(q=q, k=k, v=v, grad_o=grad_o, cu_seqlens=cu_seqlens)
+    return Inputs(q=q, k=k, v=v, grad_o=grad_o, cu_seqlens=cu_seqlens, longest=int(_borders(case).diff().max()))
 
 
 def _borders(case: Case) -> Tensor:
-    """Documents of random lengths, the same in every run."""
+    """Documents of random lengths, the same in every run; in 32 bits, as flash attention wants them."""
     cuts = torch.randperm(case.num_tokens - 1, generator=torch.Generator().manual_seed(1))[: case.num_documents - 1] + 1
-    return torch.cat([torch.tensor([0]), cuts.sort().values, torch.tensor([case.num_tokens])])
+    return torch.cat([torch.tensor([0]), cuts.sort().values, torch.tensor([case.num_tokens])]).int()
 
 
 def _floor_ms(bench: Bench, case: Case, *, backward: bool) -> float:

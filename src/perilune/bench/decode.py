@@ -1,9 +1,9 @@
 """One token: the fused KDA step, MLA decoding over a paged latent cache, grouped-query decoding through torch.
 
-"step" is timed inside a CUDA graph, "eager call" without one: launching is the difference. The KDA step moves on to
-other slots at every call, as the layers of a model do: the states come from device memory, not from the second-level
-cache. fla's step is given the finished q, k, v and works in place; it has no convolution, no gated norm and no slots of
-its own to look up.
+"step" is timed inside a CUDA graph, "eager call" is one of many calls in a row without one, by the host's clock:
+launching is the difference. The KDA step moves on to other slots at every call, as the layers of a model do: the states
+come from device memory, not from the second-level cache. fla's step is given the finished q, k, v and works in place;
+it has no convolution, no gated norm and no slots of its own to look up.
 
 Floors are bytes over measured copy bandwidth: state, convolution window and the token's vectors for KDA, the cached
 rows of all sequences for MLA, keys and values for grouped queries. "share of copy bandwidth" is floor over time.
@@ -136,7 +136,7 @@ def _kda_step(bench: Bench, num_sequences: int, state_dtype: torch.dtype) -> Non
     bench.add(case, "step", "us", 1e3 * ours, peers={"fla": fla and 1e3 * fla}, floor=floor)
     bench.add(case, "share of copy bandwidth", "%", 100 * floor / (1e3 * ours), lower_is_better=False)
     if bench.is_gpu:
-        bench.add(case, "eager call", "us", 1e3 * bench.time(lambda: step(conv_pool, state_pool, next(turns))))
+        bench.add(case, "eager call", "us", 1e3 * bench.time_in_a_row(lambda: step(conv_pool, state_pool, next(turns))))
 
 
 def _fla_step(bench: Bench, step: Step, state_pool: Tensor, num_sequences: int) -> float | None:
@@ -199,7 +199,7 @@ def _mla(bench: Bench, batch: int, length: int, num_heads: int) -> None:
 
     _add_with_share(bench, case, bench.time_graph(call), cache_bytes)
     if bench.is_gpu and batch == 1:
-        bench.add(case, "eager call", "us", 1e3 * bench.time(call))
+        bench.add(case, "eager call", "us", 1e3 * bench.time_in_a_row(call))
 
 
 def _gqa(bench: Bench, batch: int, length: int) -> None:

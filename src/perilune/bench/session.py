@@ -73,6 +73,10 @@ class Bench:
         """Whether the person named cases: then also those that are left out by default, as slow, should run."""
         return bool(self._parts)
 
+    def names(self, word: str) -> bool:
+        """Whether the person's pattern has this word: for cases so slow that a part of their name is not enough."""
+        return any(word in part for part in self._parts)
+
     def check(
         self,
         case: str,
@@ -106,6 +110,10 @@ class Bench:
     def time_graph(self, function: Callable[[], Any]) -> float:
         """Milliseconds of one call within a replayed CUDA graph; `time` where there is no CUDA."""
         return timing.graph_ms(function, self.device)
+
+    def time_in_a_row(self, function: Callable[[], Any]) -> float:
+        """Milliseconds of one of many calls in a row, without a graph: the host counts where it is the slower side."""
+        return timing.in_a_row_ms(function, self.device)
 
     def peak_memory(self, function: Callable[[], Any]) -> int:
         """Bytes allocated at the peak of a call beyond what was allocated before it."""

@@ -47,11 +47,10 @@ def run(bench: Bench) -> None:
         if any(bench.wants(f"{case} {name}") for name in ("", *PARTS)) if case == "parts" else bench.wants(case):
             measure(bench)
     steps(bench)
-    if not bench.wants(""):  # asked for something by name
-        if bench.wants("profile"):
-            profile(bench)
-        if bench.wants("fla step"):
-            fla_steps(bench)
+    if bench.names("profile"):
+        profile(bench)
+    if bench.names("fla"):
+        fla_steps(bench)
 
 
 def base_config(bench: Bench) -> ModelConfig:

@@ -17,7 +17,7 @@ from perilune.model.config import ComputeDtype, ModelConfig
 from perilune.model.documents import Packing, positions_of
 from perilune.model.head import cross_entropy_sum
 from perilune.model.kda import KimiDeltaAttention
-from perilune.model.linear import Linear, RMSNorm, SwiGLU
+from perilune.model.linear import Linear, RMSNorm, SwiGLU, has_hooks
 from perilune.model.mla import LatentAttention
 from perilune.model.moe import Experts, MixtureOfExperts, Router
 from perilune.model.residual import AttentionResidual, Stream, attnres_stream, plain_stream
@@ -100,7 +100,7 @@ class Decoder(nn.Module):
         rotates = self.config.mla.rope is not None
         positions = positions_of(tokens_BT, cu_seqlens, start) if rotates else None
         packing = Packing(cu_seqlens=cu_seqlens, positions=positions)
-        stream = self._open(embed(tokens_BT, self.embed_tokens.weight, self.compute_dtype))
+        stream = self._open(self._embedded(tokens_BT))
         for index, layer in enumerate(self.layers):
             stream = layer(stream, packing, None if cache is None else cache.layers[index])
         if cache is not None:
@@ -167,6 +167,12 @@ class Decoder(nn.Module):
     def _routers(self) -> list[Router]:
         return [module for module in self.modules() if isinstance(module, Router)]
 
+    def _embedded(self, tokens_BT: Tensor) -> Tensor:
+        table = self.embed_tokens
+        if _only_reads_rows(table):
+            return embed(tokens_BT, table.weight, self.compute_dtype)
+        return table(tokens_BT).to(self.compute_dtype)
+
     def _open(self, embedding: Tensor) -> Stream:
         if self.config.residual == "plain":
             return plain_stream(embedding)
@@ -184,3 +190,10 @@ class Decoder(nn.Module):
             )
         if cu_seqlens is not None and cache is not None:
             raise ValueError("a decode cache holds one sequence per batch row; drop cu_seqlens or the cache")
+
+
+def _only_reads_rows(table: nn.Module) -> bool:
+    """Whether a call of the embedding reads rows of its matrix and nothing more: no adapter, no hook, no option."""
+    if type(table) is not nn.Embedding or has_hooks(table):
+        return False
+    return table.padding_idx is None and table.max_norm is None and not table.scale_grad_by_freq and not table.sparse

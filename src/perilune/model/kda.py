@@ -23,7 +23,7 @@ from perilune.kernels.triton_support import why_not_triton
 from perilune.model.cache import KDACache
 from perilune.model.documents import Packing
 from perilune.model.kda_inputs import KDAInputs, kda_inputs
-from perilune.model.linear import Linear, RMSNorm, at_least_float32, takes_one_product
+from perilune.model.linear import Linear, RMSNorm, are_plain, at_least_float32, takes_one_product
 from perilune.optim.matrices import Adam, ColumnBlocks, Layout, RowBlocks
 
 
@@ -154,8 +154,11 @@ class KimiDeltaAttention(nn.Module):
 
     def _takes_inputs_at_once(self, x_BTD: Tensor, cache: KDACache | None) -> bool:
         """Where the one operator runs. It gives no gradient to states, which only decoding has."""
+        gates = (self.g_proj,) if self.config.use_full_rank_gate else (self.g_a_proj, self.g_b_proj)
+        fused = (self.q_proj, self.k_proj, self.v_proj, self.f_a_proj, self.f_b_proj, self.b_proj, *gates)
         return (
-            takes_one_product(x_BTD, *(linear.weight for linear in self.children() if isinstance(linear, Linear)))
+            are_plain(*fused)
+            and takes_one_product(x_BTD, *(linear.weight for linear in fused))
             and why_not_triton(x_BTD) is None
             and self.config.short_conv_kernel_size <= 8
             and (cache is None or not torch.is_grad_enabled())

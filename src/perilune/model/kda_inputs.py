@@ -199,9 +199,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 
 def _gradients(ctx: Any, backward: Callable[..., tuple[Tensor, ...]], *given: Tensor | None) -> tuple[Any, ...]:
-    x, *_ = ctx.saved_tensors
-    dense = [x.new_zeros(shape) if dy is None else dy for dy, shape in zip(given[:6], ctx.shapes, strict=True)]
-    dx, d_used, d_gate_up, d_output_gate_up, d_conv_weight = backward(dense, *ctx.saved_tensors, ctx.rows)
+    saved = ctx.saved_tensors  # once: activation checkpointing computes them when they are asked for, and refuses twice
+    dense = [saved[0].new_zeros(shape) if dy is None else dy for dy, shape in zip(given[:6], ctx.shapes, strict=True)]
+    dx, d_used, d_gate_up, d_output_gate_up, d_conv_weight = backward(dense, *saved, ctx.rows)
     return dx, list(d_used.split(ctx.rows)), d_gate_up, d_output_gate_up, d_conv_weight, None, None
 
 

@@ -40,6 +40,25 @@ def takes_one_product(x: Tensor, *weights: Tensor) -> bool:
     )
 
 
+def are_plain(*modules: nn.Module) -> bool:
+    """Whether to use the weights of these is all that calling them would do: an operator that fuses them asks first.
+
+    It is not where a module was put in the place of one of ours (a LoRA adapter, a quantised map), where it has hooks,
+    and where it has a bias.
+    """
+    return all(
+        type(module) in (Linear, RMSNorm) and getattr(module, "bias", None) is None and not has_hooks(module)
+        for module in modules
+    )
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether somebody wants to see or change what goes through the module."""
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
+
+
 class Linear(nn.Linear):
     """nn.Linear without bias by default, computed in the dtype of its input."""
 
@@ -89,9 +108,10 @@ class SwiGLU(nn.Module):
         self.down_proj = Linear(intermediate_size, hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        weights = (self.gate_proj.weight, self.up_proj.weight)
-        if takes_one_product(x, *weights):
-            return self.down_proj(swiglu(projections(x, weights)))
+        if are_plain(self.gate_proj, self.up_proj):
+            weights = (self.gate_proj.weight, self.up_proj.weight)
+            if takes_one_product(x, *weights):
+                return self.down_proj(swiglu(projections(x, weights)))
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 

@@ -21,7 +21,7 @@ from perilune.kernels.attention import attention
 from perilune.kernels.triton_support import why_not_triton
 from perilune.model.cache import MLACache
 from perilune.model.documents import Packing
-from perilune.model.linear import Linear, RMSNorm, takes_one_product
+from perilune.model.linear import Linear, RMSNorm, are_plain, takes_one_product
 from perilune.model.mla_inputs import mla_inputs
 from perilune.model.rope import RopeConfig, rotate, rotation, softmax_scale_factor
 from perilune.optim.heads import MaxLogitRecorder, QKHeads, mla_heads
@@ -88,7 +88,7 @@ class LatentAttention(nn.Module):
                 latent, k_rope = cache.append(torch.cat([latent, k_rope], dim=-1)).split(
                     [self.config.kv_lora_rank, self.config.qk_rope_head_dim], dim=-1
                 )
-                if x_BTD.shape[1] == 1:
+                if x_BTD.shape[1] == 1 and are_plain(self.kv_b_proj):
                     return self.o_proj(self._absorbed(q, latent, k_rope))
             k, v = self._expand(latent, k_rope)
         o, max_logit, is_bound = attention(
@@ -104,11 +104,14 @@ class LatentAttention(nn.Module):
 
     def _takes_inputs_at_once(self, x_BTD: Tensor, cache: MLACache | None) -> bool:
         """Where the one operator runs: it rotates nothing, and hands out no latents to keep."""
-        weights = (linear.weight for linear in self.children() if isinstance(linear, Linear))
+        fused: list[Linear | RMSNorm] = [self.kv_a_proj_with_mqa, self.kv_a_layernorm, self.kv_b_proj]
+        if self.config.q_lora_rank is None:
+            fused.append(self.q_proj)
         return (
             cache is None
             and self.config.rope is None
-            and takes_one_product(x_BTD, *weights)
+            and are_plain(*fused)
+            and takes_one_product(x_BTD, *(module.weight for module in fused))
             and why_not_triton(x_BTD) is None
         )
 

@@ -129,9 +129,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 
 def _gradients(ctx: Any, backward: Callable[..., tuple[Tensor, ...]], *given: Tensor | None) -> tuple[Any, ...]:
-    x, *_ = ctx.saved_tensors
-    dense = [x.new_zeros(shape) if dy is None else dy for dy, shape in zip(given[:3], ctx.shapes, strict=True)]
-    dx, d_q, d_kv_a, d_norm, d_kv_b = backward(dense, *ctx.saved_tensors)
+    saved = ctx.saved_tensors  # once: activation checkpointing computes them when they are asked for, and refuses twice
+    dense = [saved[0].new_zeros(shape) if dy is None else dy for dy, shape in zip(given[:3], ctx.shapes, strict=True)]
+    dx, d_q, d_kv_a, d_norm, d_kv_b = backward(dense, *saved)
     return dx, [d_q] if ctx.has_q else [], d_kv_a, d_norm, d_kv_b, None, None, None
 
 

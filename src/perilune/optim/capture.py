@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from perilune.kernels.launch import device_of
+
 if TYPE_CHECKING:
     from perilune.optim.muon import MuonClip
 
@@ -71,6 +73,8 @@ class CapturedStep:
         self._warm = False
         self._gradients: tuple = ()
         self._places: tuple = ()
+        self._tables: list[Any] = []
+        self._settings: Any = None
         self._constants: list[dict[str, Any]] = []
         self._maxima: list[tuple[Tensor, Tensor]] = []
         self._recorded_report: Any = None
@@ -89,10 +93,14 @@ class CapturedStep:
         optimizer = self.optimizer
         self._constants = self._constants_now()
         seen = self._hold_maxima()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        graph, others = torch.cuda.CUDAGraph(), len(optimizer._captured)
+        # A graph records a stream of the current device: what runs on another would run now, and never again.
+        with device_of(optimizer.param_groups[0]["params"][0]), torch.cuda.graph(graph):
             optimizer.step()
         self._graph = graph
+        # The graph reads tables and settings. The optimizer gives both up when a state is loaded, even its own.
+        self._tables, optimizer._captured = optimizer._captured[others:], optimizer._captured[:others]
+        self._settings = optimizer._settings
         self._gradients, self._places = self._gradient_places(), self._other_places()
         # Recording runs nothing, but QK-Clip has forgotten the maxima of this step as if it had.
         self._recorded_report = optimizer.qk_report
@@ -104,10 +112,10 @@ class CapturedStep:
             raise RuntimeError(
                 "gradients moved since the step was recorded; keep them where they are: zero_grad(set_to_none=False)"
             )
-        if self._other_places() != self._places:
+        if self._other_places() != self._places or self.optimizer._settings is not self._settings:
             raise RuntimeError(
-                "parameters or optimizer state moved since the step was recorded, as load_state_dict does; "
-                "make a new captured_step()"
+                "parameters, optimizer state or a tensor among the settings moved since the step was recorded, as "
+                "load_state_dict does; make a new captured_step()"
             )
         if (now := self._constants_now()) != self._constants:
             raise RuntimeError(f"param_groups changed from {self._constants!r} to {now!r}; make a new captured_step()")
@@ -156,6 +164,8 @@ class CapturedStep:
         tensors += [value for parameter in tensors for value in optimizer.state[parameter].values()]
         if optimizer.qk_clip is not None:
             tensors.append(optimizer.qk_clip.ever_clipped)
+        settings = [group.get(name) for group in optimizer.param_groups for name in SETTINGS]
+        tensors += [value for value in settings if isinstance(value, Tensor) and value.is_cuda]
         return tuple(tensor.data_ptr() for tensor in tensors)
 
     def _constants_now(self) -> list[dict[str, Any]]:

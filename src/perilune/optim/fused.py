@@ -23,9 +23,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from perilune.kernels.launch import Launch, device_of, is_aligned
 from perilune.kernels.newton_schulz import triton as stacked
-from perilune.kernels.newton_schulz.launch import Launch, device_of, is_aligned
-from perilune.kernels.newton_schulz.triton import scale_tile
+from perilune.kernels.newton_schulz.triton import scale_tile, tile_and_matrix
 from perilune.optim.matrices import Layout, blocks
 from perilune.optim.stacks import FUSED_STACK_ELEMENTS, Stack, plan_stacks
 
@@ -83,7 +83,7 @@ def _direction_kernel(
     NESTEROV: tl.constexpr, TURNED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    tile, member = tl.program_id(0), tl.program_id(1)
+    tile, member = tile_and_matrix(rows, columns, TILE_ROWS, TILE_COLUMNS)
     table_ptr += member * 5
     slot = tl.load(table_ptr)
     momentum_ptr += _offset(table_ptr + 1, ALIGNED)
@@ -105,7 +105,7 @@ def _direction_kernel(
         scaled = tl.trans(scaled)
     offset, inside = _stack_tile(tile, rows, columns, TILE_ROWS, TILE_COLUMNS)
     tl.store(stack_ptr + slot * rows * columns + offset, scaled, mask=inside)
-    number = slot * tl.num_programs(0) + tile
+    number = slot * tl.cdiv(rows, TILE_ROWS) * tl.cdiv(columns, TILE_COLUMNS) + tile
     tl.store(exponent_ptr + number, exponent)
     tl.store(square_ptr + number, square)
 
@@ -116,7 +116,7 @@ def _update_kernel(
     TURNED: tl.constexpr, ALIGNED: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    tile, member = tl.program_id(0), tl.program_id(1)
+    tile, member = tile_and_matrix(rows, columns, TILE_ROWS, TILE_COLUMNS)
     table_ptr += member * 5
     slot = tl.load(table_ptr)
     parameter_ptr += _offset(table_ptr + 3, ALIGNED)
@@ -245,7 +245,7 @@ def _direction_launch(
     nesterov: bool, turned: bool, offsets_are_aligned: bool, gradient_is_aligned: bool, momentum_is_aligned: bool,
 ) -> Launch:  # fmt: skip
     constants = {"NESTEROV": nesterov, "TURNED": turned, "ALIGNED": offsets_are_aligned, **stacked.TILE_CONSTANTS}
-    grid = (stacked.num_tiles(rows, columns), members)
+    grid = (stacked.num_tiles(rows, columns) * members,)
     return Launch(_direction_kernel, grid, constants, num_warps=stacked.TILE_WARPS)
 
 
@@ -255,7 +255,7 @@ def _update_launch(
     turned: bool, offsets_are_aligned: bool, parameter_is_aligned: bool, stack_is_aligned: bool,
 ) -> Launch:  # fmt: skip
     constants = {"TURNED": turned, "ALIGNED": offsets_are_aligned, **stacked.TILE_CONSTANTS}
-    grid = (stacked.num_tiles(rows, columns), members)
+    grid = (stacked.num_tiles(rows, columns) * members,)
     return Launch(_update_kernel, grid, constants, num_warps=stacked.TILE_WARPS)
 
 

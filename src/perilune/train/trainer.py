@@ -12,7 +12,7 @@ the process at any instant and resuming gives the same bits.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -79,16 +79,25 @@ def train(
     overwrite: bool = False,
     quiet: bool = False,
     on_phase: OnPhase = lambda phase: None,
+    initialize: Callable[[Decoder], None] | None = None,
 ) -> dict[str, Any]:
     """Train to `config.trainer.steps`, write checkpoints, metrics and the report, and return the summary.
 
     Raises Interrupted (a SystemExit) after saving when asked to stop, TrainingStopped when the numbers broke for good,
     RunError or CheckpointError with one clear sentence when the folder, the data or the disk do not allow it.
-    `on_phase` is told the name of every phase as it is reached.
+    `on_phase` is told the name of every phase as it is reached. `initialize` may change the weights of a new model.
     """
     folder = Path(runs_folder) / config.name
     with (
-        prepared(config, folder, resume=resume, overwrite=overwrite, quiet=quiet, on_phase=on_phase) as run,
+        prepared(
+            config,
+            folder,
+            resume=resume,
+            overwrite=overwrite,
+            quiet=quiet,
+            on_phase=on_phase,
+            initialize=initialize,
+        ) as run,
         StopRequest(run.outputs.say_stopping) as stop,
     ):
         settings, at, outputs = config.trainer, run.position, run.outputs
@@ -311,6 +320,7 @@ def finish(run: Run) -> dict[str, Any]:
         "run": str(run.folder),
         "steps": run.position.step,
         "tokens": run.position.tokens,
+        "epochs": run.position.rows / run.data.train.rows_per_epoch,
         "parameters": run.model.num_parameters(),
         "loss": last["train"].get("loss"),
         "bits_per_byte": last["train"].get("bits_per_byte"),
@@ -361,7 +371,14 @@ def last_good(run: Run) -> str:
 
 @contextmanager
 def prepared(
-    config: RunConfig, folder: Path, *, resume: bool, overwrite: bool, quiet: bool, on_phase: OnPhase
+    config: RunConfig,
+    folder: Path,
+    *,
+    resume: bool,
+    overwrite: bool,
+    quiet: bool,
+    on_phase: OnPhase,
+    initialize: Callable[[Decoder], None] | None = None,
 ) -> Iterator[Run]:
     """Every part of the run, brought to where its checkpoint left it; leaving closes its files and frees its folder.
 
@@ -376,6 +393,8 @@ def prepared(
         with DataProgress(quiet=quiet or ranks.rank() != 0) as progress:
             data = open_data(config.data, seed=config.seed, progress=progress)
         model = run_folder.build_model(config, device)
+        if initialize is not None:
+            initialize(model)
         optimization = build_optimization(model, config.optimizer)
 
     with ExitStack() as held:

@@ -26,6 +26,7 @@ from torch import Tensor
 from perilune.kernels.attention.machine import why_not_triton_on
 from perilune.kernels.attention.packed_kernels import delta_kernel, forward_kernel, keys_kernel, queries_kernel
 from perilune.kernels.attention.triton_tiles import PART, borders_on, described
+from perilune.kernels.launch import device_of
 
 MIN_WIDTH = 16
 MAX_WIDTH = 192
@@ -86,26 +87,27 @@ def _packed_attention(
         return o, lse, tile_max
     common = _common(q, v, cu_seqlens)
     num_documents = 0 if cu_seqlens is None else cu_seqlens.numel() - 1
-    forward_kernel[(num_tiles, num_heads, batch)](
-        described(q, rows, common["PART"]),
-        described(k, columns, common["PART"]),
-        described(v, columns, common["VALUE"]),
-        lse if cu_seqlens is None else cu_seqlens,
-        o,
-        lse,
-        tile_max,
-        num_heads // k.shape[2],
-        length,
-        num_documents,
-        num_documents.bit_length(),
-        scale,
-        v.shape[3],
-        ROWS=rows,
-        COLUMNS=columns,
-        num_warps=warps,
-        num_stages=stages,
-        **common,
-    )
+    with device_of(q):
+        forward_kernel[(num_tiles, num_heads, batch)](
+            described(q, rows, common["PART"]),
+            described(k, columns, common["PART"]),
+            described(v, columns, common["VALUE"]),
+            lse if cu_seqlens is None else cu_seqlens,
+            o,
+            lse,
+            tile_max,
+            num_heads // k.shape[2],
+            length,
+            num_documents,
+            num_documents.bit_length(),
+            scale,
+            v.shape[3],
+            ROWS=rows,
+            COLUMNS=columns,
+            num_warps=warps,
+            num_stages=stages,
+            **common,
+        )
     return o, lse, tile_max
 
 
@@ -134,51 +136,54 @@ def _packed_attention_backward(
     grad_o = grad_o.contiguous()
     delta = torch.empty_like(lse)
     num_rows = batch * length * num_heads
-    delta_kernel[(triton.cdiv(num_rows, DELTA_ROWS),)](
-        grad_o, o, delta, length, num_heads, num_rows, value_width, ROWS=DELTA_ROWS, VALUE=value
-    )
+    with device_of(q):
+        delta_kernel[(triton.cdiv(num_rows, DELTA_ROWS),)](
+            grad_o, o, delta, length, num_heads, num_rows, value_width, ROWS=DELTA_ROWS, VALUE=value
+        )
     num_documents = 0 if cu_seqlens is None else cu_seqlens.numel() - 1
     borders = lse if cu_seqlens is None else cu_seqlens
     group = num_heads // num_key_heads
     sizes = (length, num_documents, num_documents.bit_length(), scale, width)
     rows, columns, warps, stages = _tiling(KEYS, q)
-    keys_kernel[(triton.cdiv(length, columns), num_key_heads, batch)](
-        described(q, rows, part),
-        described(k, columns, part),
-        described(v, columns, value),
-        described(grad_o, rows, value),
-        borders,
-        lse,
-        delta,
-        dk,
-        dv,
-        *sizes,
-        value_width,
-        GROUP=group,
-        ROWS=rows,
-        COLUMNS=columns,
-        num_warps=warps,
-        num_stages=stages,
-        **common,
-    )
+    with device_of(q):
+        keys_kernel[(triton.cdiv(length, columns), num_key_heads, batch)](
+            described(q, rows, part),
+            described(k, columns, part),
+            described(v, columns, value),
+            described(grad_o, rows, value),
+            borders,
+            lse,
+            delta,
+            dk,
+            dv,
+            *sizes,
+            value_width,
+            GROUP=group,
+            ROWS=rows,
+            COLUMNS=columns,
+            num_warps=warps,
+            num_stages=stages,
+            **common,
+        )
     rows, columns, warps, stages = _tiling(QUERIES, q)
-    queries_kernel[(triton.cdiv(length, rows), num_heads, batch)](
-        described(q, rows, part),
-        described(k, columns, part),
-        described(v, columns, value),
-        described(grad_o, rows, value),
-        borders,
-        lse,
-        delta,
-        dq,
-        group,
-        *sizes,
-        ROWS=rows,
-        COLUMNS=columns,
-        num_warps=warps,
-        num_stages=stages,
-        **common,
-    )
+    with device_of(q):
+        queries_kernel[(triton.cdiv(length, rows), num_heads, batch)](
+            described(q, rows, part),
+            described(k, columns, part),
+            described(v, columns, value),
+            described(grad_o, rows, value),
+            borders,
+            lse,
+            delta,
+            dq,
+            group,
+            *sizes,
+            ROWS=rows,
+            COLUMNS=columns,
+            num_warps=warps,
+            num_stages=stages,
+            **common,
+        )
     return dq, dk, dv
 
 

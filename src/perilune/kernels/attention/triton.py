@@ -33,6 +33,7 @@ from perilune.kernels.attention.triton_tiles import (
     load_parts,
     logits_of_parts,
 )
+from perilune.kernels.launch import device_of
 
 # A float32 sum of 256 products is off by at most 256 x 2^-23 of the sum of their magnitudes, and by a few 2^-23 of it
 # in practice; the logits that decide are not much smaller than that sum.
@@ -201,31 +202,32 @@ def _launch(
     rows, columns, warps, stages = TILING[q.dtype]
     part = min(PART, triton.next_power_of_2(width))
     num_documents = 0 if cu_seqlens is None else cu_seqlens.numel() - 1
-    _max_kernel[(triton.cdiv(length, rows), num_heads, batch)](
-        described(q, rows, part),
-        described(k, columns, part),
-        lse,
-        lse if cu_seqlens is None else cu_seqlens,
-        torch.zeros(3, num_heads, dtype=torch.int32, device=q.device).view(torch.uint32),
-        max_logit,
-        is_bound.view(torch.int8),
-        *lse.stride(),
-        num_heads // k.shape[2],
-        length,
-        num_documents,
-        num_documents.bit_length(),
-        scale,
-        threshold,
-        MARGIN,
-        ROWS=rows,
-        COLUMNS=columns,
-        PART=part,
-        PARTS=triton.cdiv(width, part),
-        PACKED=cu_seqlens is not None,
-        HOW="ieee",
-        num_warps=warps,
-        num_stages=stages,
-    )
+    with device_of(q):
+        _max_kernel[(triton.cdiv(length, rows), num_heads, batch)](
+            described(q, rows, part),
+            described(k, columns, part),
+            lse,
+            lse if cu_seqlens is None else cu_seqlens,
+            torch.zeros(3, num_heads, dtype=torch.int32, device=q.device).view(torch.uint32),
+            max_logit,
+            is_bound.view(torch.int8),
+            *lse.stride(),
+            num_heads // k.shape[2],
+            length,
+            num_documents,
+            num_documents.bit_length(),
+            scale,
+            threshold,
+            MARGIN,
+            ROWS=rows,
+            COLUMNS=columns,
+            PART=part,
+            PARTS=triton.cdiv(width, part),
+            PACKED=cu_seqlens is not None,
+            HOW="ieee",
+            num_warps=warps,
+            num_stages=stages,
+        )
     return max_logit, is_bound
 
 

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from perilune.kernels.launch import device_of
 from perilune.kernels.norm.triton import add_shares, row_programs, row_stages
 
 # Elements of a tile of latents, and of a tile of keys or values; warps that hold it. On an H200 with 32,768 tokens, a
@@ -30,6 +31,7 @@ from perilune.kernels.norm.triton import add_shares, row_programs, row_stages
 LATENT_TILE, LATENT_WARPS = 2048, 4
 KEY_TILE, KEY_WARPS = 2048, 2
 BACKWARD_TILE, BACKWARD_WARPS = 1024, 4
+MOST_WARPS = 16
 
 
 @triton.jit
@@ -125,14 +127,17 @@ def norm_latent(down_NC: Tensor, weight_R: Tensor, eps: float, *, k_NHK: Tensor)
     normed = down_NC.new_empty(num_tokens, rank)
     inverse_rms = torch.empty(num_tokens, dtype=torch.float32, device=down_NC.device)
     if num_tokens:
-        block = triton.next_power_of_2(rank)
-        tokens = max(1, LATENT_TILE // block)
-        _norm_kernel[(triton.cdiv(num_tokens, tokens),)](
-            down_NC, weight_R.contiguous(), normed, inverse_rms, k_NHK,
-            num_tokens, rank, shared, k_NHK.shape[1], k_NHK.shape[2] - shared, down_NC.stride(0), eps,
-            TOKENS=tokens, RANK=block, SHARED=_block(shared), HEADS=triton.next_power_of_2(k_NHK.shape[1]),
-            num_warps=LATENT_WARPS,
-        )  # fmt: skip
+        block, head_block = (triton.next_power_of_2(n) for n in (rank, k_NHK.shape[1]))
+        shared_block = _block(shared)
+        # A token's shared part is held once per head: with many heads that is the larger tile of the two.
+        tokens, num_warps = _tile(max(block, head_block * shared_block), LATENT_TILE, LATENT_WARPS)
+        with device_of(down_NC):
+            _norm_kernel[(triton.cdiv(num_tokens, tokens),)](
+                down_NC, weight_R.contiguous(), normed, inverse_rms, k_NHK,
+                num_tokens, rank, shared, k_NHK.shape[1], k_NHK.shape[2] - shared, down_NC.stride(0), eps,
+                TOKENS=tokens, RANK=block, SHARED=shared_block, HEADS=head_block,
+                num_warps=num_warps,
+            )  # fmt: skip
     return normed, inverse_rms
 
 
@@ -144,13 +149,15 @@ def collect_gradients(dk_NHK: Tensor, dv_NHV: Tensor, *, d_down_NC: Tensor, shar
     d_up = dv_NHV.new_empty(num_tokens, heads * (own + value))
     if num_tokens:
         head_block, own_block, value_block = (triton.next_power_of_2(n) for n in (heads, own, value))
-        tokens = max(1, KEY_TILE // (head_block * max(own_block, value_block)))
-        _collect_kernel[(triton.cdiv(num_tokens, tokens),)](
-            dk_NHK, dv_NHV, d_up, d_down_NC,
-            num_tokens, d_down_NC.shape[1] - shared, shared, heads, own, value, d_down_NC.stride(0),
-            TOKENS=tokens, OWN=own_block, VALUE=value_block, SHARED=_block(shared), HEADS=head_block,
-            num_warps=KEY_WARPS,
-        )  # fmt: skip
+        shared_block = _block(shared)
+        tokens, num_warps = _tile(head_block * max(own_block, value_block, shared_block), KEY_TILE, KEY_WARPS)
+        with device_of(dk_NHK):
+            _collect_kernel[(triton.cdiv(num_tokens, tokens),)](
+                dk_NHK, dv_NHV, d_up, d_down_NC,
+                num_tokens, d_down_NC.shape[1] - shared, shared, heads, own, value, d_down_NC.stride(0),
+                TOKENS=tokens, OWN=own_block, VALUE=value_block, SHARED=shared_block, HEADS=head_block,
+                num_warps=num_warps,
+            )  # fmt: skip
     return d_up
 
 
@@ -166,13 +173,19 @@ def norm_latent_backward(
     tokens = max(1, BACKWARD_TILE // block)
     programs = row_programs(triton.cdiv(num_tokens, tokens), block, down_NC.device, most=4)
     partials = torch.empty(programs, rank, dtype=torch.float32, device=down_NC.device)
-    _norm_backward_kernel[(programs,)](
-        d_normed_NR, down_NC, weight_R.contiguous(), inverse_rms_N, d_down_NC, partials,
-        num_tokens, rank, down_NC.stride(0),
-        TOKENS=tokens, RANK=block, STAGES=row_stages(tokens * block, down_NC.dtype),
-        num_warps=BACKWARD_WARPS,
-    )  # fmt: skip
+    with device_of(d_normed_NR):
+        _norm_backward_kernel[(programs,)](
+            d_normed_NR, down_NC, weight_R.contiguous(), inverse_rms_N, d_down_NC, partials,
+            num_tokens, rank, down_NC.stride(0),
+            TOKENS=tokens, RANK=block, STAGES=row_stages(tokens * block, down_NC.dtype),
+            num_warps=BACKWARD_WARPS,
+        )  # fmt: skip
     return add_shares(partials)
+
+
+def _tile(per_token: int, elements: int, warps: int) -> tuple[int, int]:
+    """(tokens, warps) of a tile of so many elements, or of one token where that has more: then with more warps."""
+    return max(1, elements // per_token), min(MOST_WARPS, warps * max(1, per_token // elements))
 
 
 def _block(width: int) -> int:

@@ -52,7 +52,7 @@ from perilune.kernels.attnres.triton_launch import (
     source_forward_options,
     source_tokens,
 )
-from perilune.kernels.launch import launch
+from perilune.kernels.launch import device_of, launch
 from perilune.kernels.norm.triton import add_shares, row_programs, row_stages, row_tile
 from perilune.kernels.operator import operator
 from perilune.kernels.triton_support import num_sms
@@ -100,7 +100,7 @@ def _merge_forward(
             merge_forward, triton.cdiv(num_tokens, tokens),
             (x if running is None else running.contiguous(), x, o, log_sum.contiguous(), u.contiguous(),
              u if weight is None else weight.contiguous(), total if add else x, out, kept, num_tokens, eps, norm_eps),
-            ("merge_forward", x.device.index, width, add, norm),
+            ("merge_forward", width, add, norm),
             {"WIDTH": width, "BLOCK": block, "TOKENS": tokens, "ADD": add, "NORM": norm, "num_warps": warps},
         )  # fmt: skip
     return out, kept, total
@@ -141,7 +141,7 @@ def _merge_backward(
         merge_backward, programs,
         (grad_out.contiguous(), grad_out if grad_total is None else grad_total.contiguous(), total, o, u.contiguous(),
          u if weight is None else weight.contiguous(), kept, grad_o, grad_log_sum, grad, partial, num_tokens, norm_eps),
-        ("merge_backward", total.device.index, width, norm, accumulate, alone),
+        ("merge_backward", width, norm, accumulate, alone),
         {"WIDTH": width, "BLOCK": block, "TOKENS": tokens, "NORM": norm, "ACCUMULATE": accumulate, "ALONE": alone,
          "STAGES": row_stages(block, total.dtype), "num_warps": warps},
     )  # fmt: skip
@@ -235,6 +235,8 @@ class Bank(NamedTuple):
     """Its gradient is what sources still to come add to the gradients of the queries still to come, [Q, width]."""
     query_parts: tuple[Tensor, Tensor] | None = None
     """All queries as sums of two numbers of the sources' dtype; without the second where the first is all."""
+    is_cut: bool = False
+    """A block was opened under no_grad although sources or queries have gradients: carriers do not reach them."""
 
 
 def _open_outputs(
@@ -324,15 +326,16 @@ def _open(
     if not bank:
         compile_ahead(width, running.dtype, tuple(sizes), tokens, running.device)
     options = source_forward_options(width, running.dtype, sizes, all_queries, num_sources, tokens, added=x is not None)
-    source_forward[(triton.cdiv(num_tokens, tokens),)](
-        running, running if x is None else x.contiguous(), u_rounded.contiguous(), u_rest.contiguous(), source,
-        opened.scores, (*scores, opened.scores), tuple(opened.log_sums), opened.kept, num_tokens, eps, **options,
-    )  # fmt: skip
     mixes = (opened.normed, *(opened.mixes if num_sources > 1 else ()))
-    block_forward[(num_tokens,)](
-        (*bank, source), weight.contiguous(), mixes, opened.kept, opened.norm, norm_eps,
-        **block_forward_options(width, num_sources, size),
-    )  # fmt: skip
+    with device_of(running):
+        source_forward[(triton.cdiv(num_tokens, tokens),)](
+            running, running if x is None else x.contiguous(), u_rounded.contiguous(), u_rest.contiguous(), source,
+            opened.scores, (*scores, opened.scores), tuple(opened.log_sums), opened.kept, num_tokens, eps, **options,
+        )  # fmt: skip
+        block_forward[(num_tokens,)](
+            (*bank, source), weight.contiguous(), mixes, opened.kept, opened.norm, norm_eps,
+            **block_forward_options(width, num_sources, size),
+        )  # fmt: skip
     return outputs
 
 
@@ -477,7 +480,16 @@ def triton_open(
 
     u_QD: the queries of the whole network; sizes: of this and all later blocks. Returns the bank with the new source,
     the normed input of the first sublayer, and for the S - 1 others mix and log-sum-exp, both for `triton_merge_norm`.
+
+    What a later block finds out about the gradients of sources and queries, earlier ones hand on. If one of those ran
+    under no_grad, there would be silence instead: refused.
     """
+    if bank.is_cut and torch.is_grad_enabled():
+        raise RuntimeError(
+            "an earlier block of this stream was opened under no_grad, so its sources and later queries would get no "
+            "gradient; freeze parameters by requires_grad_(False) instead, or make the stream with fused=False"
+        )
+    given = (*running, x, u_QD, bank.carrier)
     first = all_queries - sum(sizes)
     running = Carried(running.value.contiguous(), running.carrier)
     parts = bank.query_parts
@@ -499,6 +511,8 @@ def triton_open(
         score_carriers=(*rest, tuple(opened.score_carriers)),
         query_carrier=opened.query_carrier,
         query_parts=parts,
+        is_cut=bank.is_cut
+        or (not torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in given)),
     )
     mixes = [Carried(mix) if bank.sources else Carried(source, mix) for mix in opened.mixes]
     return grown, opened.normed, mixes, opened.log_sums[1:]

@@ -32,7 +32,7 @@ def _mix_forward(
             mix_forward, num_tokens,
             (tuple([source.contiguous() for source in sources]), query, query if gain is None else gain.contiguous(),
              *outputs, num_tokens, eps),
-            ("mix_forward", query.device.index, len(sources), query.shape, gain is not None),
+            ("mix_forward", len(sources), query.shape, gain is not None),
             mix_forward_options(width, len(sources), query.numel() // width, gain=gain is not None),
         )  # fmt: skip
     return outputs
@@ -92,13 +92,13 @@ def _mix_backward(
         held_mix_backward if held else mix_backward, programs,
         (tuple([source.contiguous() for source in sources]), query, query if gain is None else gain,
          grad_mixes.contiguous(), *given, kept, bank, partial, num_tokens),
-        ("mix_backward", query.device.index, len(sources), query.shape, gain is not None, held, first_base),
+        ("mix_backward", len(sources), query.shape, gain is not None, held, first_base),
         options,
     )  # fmt: skip
     launch(
         add_direction_shares, triton.cdiv(queries * width, 16),
         (partial, query, query if gain is None else gain, grad_query, grad_gain, programs, queries * width),
-        ("add_direction_shares", query.device.index, programs, query.shape, gain is not None),
+        ("add_direction_shares", programs, query.shape, gain is not None),
         {"SHARES": min(1024, power_of_2(programs)), "COLUMNS": 16, "GAIN": gain is not None, "num_warps": 8},
     )  # fmt: skip
     return outputs

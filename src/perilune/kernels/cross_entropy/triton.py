@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from perilune.kernels.cross_entropy.dense import IGNORED
+from perilune.kernels.launch import device_of
 from perilune.kernels.operator import operator
 from perilune.kernels.triton_activations import power_of_two
 
@@ -89,7 +90,10 @@ def scaled(x: Tensor, factor: Tensor) -> Tensor:
     """x times a number that is on the device. (torch's own product with a tensor of one element reads no vectors.)"""
     y = torch.empty_like(x)
     if x.numel():
-        _scale_kernel[(triton.cdiv(x.numel(), SCALE_BLOCK),)](x, factor, y, x.numel(), BLOCK=SCALE_BLOCK, num_warps=4)
+        with device_of(x):
+            _scale_kernel[(triton.cdiv(x.numel(), SCALE_BLOCK),)](
+                x, factor, y, x.numel(), BLOCK=SCALE_BLOCK, num_warps=4
+            )
     return y
 
 
@@ -100,10 +104,11 @@ def losses_and_gradient_(logits_NV: Tensor, targets_N: Tensor, *, write_gradient
     one_pass = vocabulary <= ONE_BLOCK  # else two walks: less to hold in registers, and other rows run meanwhile
     block = triton.next_power_of_2(vocabulary) if one_pass else BLOCK
     warps = min(32, max(1, block // 1024)) if one_pass else WARPS
-    _losses_kernel[(num_rows,)](
-        logits_NV, targets_N, losses, vocabulary, logits_NV.stride(0),
-        IGNORED=IGNORED, WRITE_GRADIENT=write_gradient, ONE_PASS=one_pass, BLOCK=block, num_warps=warps,
-    )  # fmt: skip
+    with device_of(logits_NV):
+        _losses_kernel[(num_rows,)](
+            logits_NV, targets_N, losses, vocabulary, logits_NV.stride(0),
+            IGNORED=IGNORED, WRITE_GRADIENT=write_gradient, ONE_PASS=one_pass, BLOCK=block, num_warps=warps,
+        )  # fmt: skip
     return losses
 
 

@@ -18,15 +18,15 @@ __all__ = ["embed"]
 
 
 def embed(tokens: Tensor, weight_VD: Tensor, dtype: torch.dtype, *, backend: str | None = None) -> Tensor:
-    """tokens [...] of integers -> [..., D] in `dtype`.
+    """tokens [...] int32 or int64 -> [..., D] in `dtype`.
 
     A token outside of the vocabulary is an error where the host sees the tokens, and a row of NaN on CUDA.
     backend: "dense" or "triton"; None takes Triton on CUDA where it can run.
     """
     if backend not in (None, "dense", "triton"):
         raise ValueError(f"backend={backend!r} is unknown; expected None, 'dense' or 'triton'.")
-    if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
-        raise ValueError(f"tokens are {tokens.dtype}, expected integers.")
+    if tokens.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"tokens are {tokens.dtype}, expected int32 or int64.")
     if weight_VD.dim() != 2:
         raise ValueError(f"weight has shape {tuple(weight_VD.shape)}, expected [vocabulary, width].")
     if backend == "triton" or (backend is None and weight_VD.is_cuda):

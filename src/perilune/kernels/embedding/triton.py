@@ -22,12 +22,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from perilune.kernels.launch import device_of
 from perilune.kernels.operator import operator
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CHUNK = 32
 MAX_BLOCK = 1024
-MOST_TOKENS = 2**31 - 1
+MOST_TOKENS = 2**30  # twice as many still fit into 32 bits, where the bisection adds two positions
+MOST_ROWS = 2**31 - 1
 TILE = 2048  # elements of a tile of the forward
 
 
@@ -131,39 +133,41 @@ def _forward(tokens: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     if x.numel():
         block, across = _blocks(width)
         rows = max(1, TILE // block)
-        _gather_kernel[(triton.cdiv(tokens.numel(), rows), across)](
-            tokens, weight, x, tokens.numel(), vocabulary, width, TOKENS=rows, BLOCK=block, num_warps=4
-        )
+        with device_of(tokens):
+            _gather_kernel[(triton.cdiv(tokens.numel(), rows), across)](
+                tokens, weight, x, tokens.numel(), vocabulary, width, TOKENS=rows, BLOCK=block, num_warps=4
+            )
     return x
 
 
-def _backward(dx: Tensor, tokens: Tensor, weight: Tensor) -> Tensor:
-    dx = dx.contiguous()
-    vocabulary, width = weight.shape
-    d_weight = torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device)
+def _backward(dx: Tensor, tokens: Tensor, vocabulary: int, dtype: torch.dtype) -> Tensor:
+    dx, width = dx.contiguous(), dx.shape[-1]
+    d_weight = torch.zeros(vocabulary, width, dtype=dtype, device=dx.device)
     num_tokens = tokens.numel()
     if num_tokens and width:
-        in_order, order = torch.sort(tokens.flatten().to(torch.int32), stable=True)
+        # Clamped, because the low half of a wide number that is no token may be one.
+        in_order, order = torch.sort(tokens.flatten().clamp(-1, vocabulary).to(torch.int32), stable=True)
         block, across = _blocks(width)
         chunks = triton.cdiv(num_tokens, CHUNK)
         partials = torch.empty(2 * chunks, width, dtype=torch.float32, device=dx.device)
         sizes = (num_tokens, vocabulary, width)
-        _sum_chunks_kernel[(num_tokens, across)](
-            dx, in_order, order, d_weight, partials, *sizes, CHUNK=CHUNK, BLOCK=block, num_warps=max(1, block // 256)
-        )
-        _add_chunks_kernel[(chunks, across)](
-            in_order, d_weight, partials, *sizes, CHUNK=CHUNK, BLOCK=block, num_warps=max(1, block // 256)
-        )
+        tiling = {"CHUNK": CHUNK, "BLOCK": block, "num_warps": max(1, block // 256)}
+        with device_of(dx):
+            _sum_chunks_kernel[(num_tokens, across)](dx, in_order, order, d_weight, partials, *sizes, **tiling)
+            _add_chunks_kernel[(chunks, across)](in_order, d_weight, partials, *sizes, **tiling)
     return d_weight
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     tokens, weight, _ = inputs
-    ctx.save_for_backward(tokens, weight)
+    # Not the weight: it may change before the backward, and who keeps saved tensors elsewhere would copy all of it.
+    ctx.save_for_backward(tokens)
+    ctx.vocabulary, ctx.dtype = weight.shape[0], weight.dtype
 
 
 def _gradients(ctx: Any, backward: Callable[..., Tensor], dx: Tensor) -> tuple[None, Tensor, None]:
-    return None, backward(dx, *ctx.saved_tensors), None
+    (tokens,) = ctx.saved_tensors
+    return None, backward(dx, tokens, ctx.vocabulary, ctx.dtype), None
 
 
 triton_embed = operator(
@@ -171,7 +175,7 @@ triton_embed = operator(
     forward=_forward,
     backward=_backward,
     fake_forward=lambda tokens, weight, dtype: weight.new_empty(*tokens.shape, weight.shape[1], dtype=dtype),
-    fake_backward=lambda dx, tokens, weight: weight.new_empty(weight.shape),
+    fake_backward=lambda dx, tokens, vocabulary, dtype: dx.new_empty(vocabulary, dx.shape[-1], dtype=dtype),
     save=_save,
     gradients=_gradients,
 )
@@ -183,6 +187,6 @@ def why_not(tokens: Tensor, weight: Tensor, dtype: torch.dtype) -> str | None:
         return f"it takes float32, bfloat16 and float16, got weight {weight.dtype} and dtype {dtype}"
     if tokens.device != weight.device:
         return f"tokens are on {tokens.device} and weight on {weight.device}"
-    if tokens.numel() > MOST_TOKENS or weight.shape[0] > MOST_TOKENS:
+    if tokens.numel() > MOST_TOKENS or weight.shape[0] > MOST_ROWS:
         return f"{tokens.numel():,} tokens and {weight.shape[0]:,} rows are more than 32 bits count"
     return None

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from perilune.kernels.launch import device_of
 from perilune.kernels.norm.triton import add_shares
 from perilune.kernels.operator import operator
 from perilune.kernels.triton_activations import sigmoid
@@ -86,9 +87,10 @@ def _forward(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     if num_rows:
         rows, block = _tile(width, FORWARD_TILE)
         grid = (triton.cdiv(num_rows, rows),)
-        _forward_kernel[grid](
-            x, gate, weight.contiguous(), y, num_rows, width, eps, ROWS=rows, BLOCK=block, num_warps=FORWARD_WARPS
-        )
+        with device_of(x):
+            _forward_kernel[grid](
+                x, gate, weight.contiguous(), y, num_rows, width, eps, ROWS=rows, BLOCK=block, num_warps=FORWARD_WARPS
+            )
     return y
 
 
@@ -101,12 +103,15 @@ def _backward(dy: Tensor, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -
         return dx, dgate, torch.zeros_like(weight)
     rows, block = _tile(width, BACKWARD_TILE)
     tiles = triton.cdiv(num_rows, rows)
+    # Wider rows than a tile, in float32 and three of them in flight, need more shared memory than an A100 has.
+    stages = BACKWARD_STAGES if rows * block <= BACKWARD_TILE else 1
     programs = min(tiles, PROGRAMS_PER_SM * num_sms(x.device))
     partials = torch.empty(programs, width, dtype=torch.float32, device=x.device)
-    _backward_kernel[(programs,)](
-        dy, x, gate, weight.contiguous(), dx, dgate, partials, num_rows, width, eps, tiles,
-        ROWS=rows, BLOCK=block, STAGES=BACKWARD_STAGES, num_warps=BACKWARD_WARPS,
-    )  # fmt: skip
+    with device_of(dy):
+        _backward_kernel[(programs,)](
+            dy, x, gate, weight.contiguous(), dx, dgate, partials, num_rows, width, eps, tiles,
+            ROWS=rows, BLOCK=block, STAGES=stages, num_warps=BACKWARD_WARPS,
+        )  # fmt: skip
     return dx, dgate, add_shares(partials).to(weight.dtype)
 
 

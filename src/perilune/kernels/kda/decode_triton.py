@@ -20,6 +20,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from perilune.kernels.dependent_launch import overlapping
+from perilune.kernels.launch import device_of
 from perilune.kernels.triton_support import INTERPRETED
 
 L2NORM_EPS = tl.constexpr(1e-6)
@@ -212,17 +213,18 @@ def run_kda_decode(
     block_v = min(largest_block_v, max(16, triton.next_power_of_2(value_dim)))
     # A warp loads 16 bytes a thread: so many rows at once.
     rows = min(block_k, num_warps * max(1, 512 // (state_pool.element_size() * block_v)))
-    _decode_kernel[(batch * num_heads,)](
-        qkv, gate_input, beta_logits, output_gate, conv_weight, a_log, dt_bias, norm_weight,
-        conv_pool, state_pool, slots, out,
-        qkv.stride(0), gate_input.stride(0), beta_logits.stride(0), output_gate.stride(0),
-        conv_pool.stride(0), state_pool.stride(0),
-        scale, 0.0 if lower_bound is None else lower_bound, beta_scale, norm_eps,
-        H=num_heads, K=key_dim, V=value_dim, W=width,
-        BLOCK_K=block_k, BLOCK_V=block_v, TILES=triton.next_power_of_2(triton.cdiv(value_dim, block_v)), ROWS=rows,
-        BOUNDED=lower_bound is not None, HAS_A_LOG=a_log is not None, num_warps=num_warps,
-        **overlapping(qkv.device),
-    )  # fmt: skip
+    with device_of(qkv):
+        _decode_kernel[(batch * num_heads,)](
+            qkv, gate_input, beta_logits, output_gate, conv_weight, a_log, dt_bias, norm_weight,
+            conv_pool, state_pool, slots, out,
+            qkv.stride(0), gate_input.stride(0), beta_logits.stride(0), output_gate.stride(0),
+            conv_pool.stride(0), state_pool.stride(0),
+            scale, 0.0 if lower_bound is None else lower_bound, beta_scale, norm_eps,
+            H=num_heads, K=key_dim, V=value_dim, W=width,
+            BLOCK_K=block_k, BLOCK_V=block_v, TILES=triton.next_power_of_2(triton.cdiv(value_dim, block_v)), ROWS=rows,
+            BOUNDED=lower_bound is not None, HAS_A_LOG=a_log is not None, num_warps=num_warps,
+            **overlapping(qkv.device),
+        )  # fmt: skip
     return out
 
 

@@ -30,6 +30,7 @@ from perilune.kernels.kda.cuda import why_not_cuda
 from perilune.kernels.kda.gates import Gate, SoftplusGate
 from perilune.kernels.kda.triton_chunk import CHUNK, interval_table, later_table
 from perilune.kernels.kda.triton_tables import Runs, Tables, tables_for
+from perilune.kernels.launch import device_of
 from perilune.kernels.triton_support import num_sms, why_not_triton
 
 # A float32 state of 128 x 128 per 8 chunks is 128 bytes a token, half as much as its q.
@@ -111,7 +112,8 @@ class _TritonKDA(torch.autograd.Function):
         lower_bound: float, l2norm: bool, beta_max: float, needs_grad: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         # The dispatcher of operators written in Python costs the host more than some calls cost the GPU.
-        run = torch.ops.perilune.kda_forward if torch.compiler.is_compiling() else _forward
+        is_traced = torch.compiler.is_compiling() or _is_watched(q, k, v, x, beta, A_log, dt_bias)
+        run = torch.ops.perilune.kda_forward if is_traced else _forward
         o, final, *saved = run(
             q, k, v, x, beta, A_log, dt_bias, initial, cu_seqlens, scale, kind, lower_bound, l2norm, beta_max,
             needs_grad,
@@ -130,7 +132,7 @@ class _TritonKDA(torch.autograd.Function):
         q, k, v, x, beta, A_log, dt_bias, cu_seqlens, o, *saved = ctx.saved_tensors
         if d_o is None:
             d_o = torch.zeros_like(o)
-        is_traced = torch.compiler.is_compiling() or torch.is_grad_enabled()
+        is_traced = torch.compiler.is_compiling() or torch.is_grad_enabled() or _is_watched(q, o, d_o)
         run = torch.ops.perilune.kda_backward if is_traced else _backward
         d_q, d_k, d_v, d_x, d_beta, d_rate, d_bias, d_initial = run(
             q, k, v, x, beta, A_log, dt_bias, cu_seqlens, o, d_o, d_final, *saved, *ctx.options
@@ -144,6 +146,15 @@ class _TritonKDA(torch.autograd.Function):
         )  # fmt: skip
 
 
+PLAIN = {Tensor, torch.nn.Parameter, type(None)}
+
+
+def _is_watched(*tensors: Tensor | None) -> bool:
+    """Whether somebody sees or replaces what operators do: modes (FakeTensorMode, make_fx, selective checkpoints,
+    counters of FLOPs) and classes of tensors. They know the operators, not the memory that kernels write to."""
+    return torch._C._len_torch_dispatch_stack() > 0 or not PLAIN.issuperset(map(type, tensors))
+
+
 # Operators ------------------------------------------------------------------------------------------------------------
 
 
@@ -153,24 +164,25 @@ def _forward(
     beta_max: float, needs_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """o, final state, and for the backward pass P, A, reciprocal norms, checkpoints (else empty)."""
-    call = _Call(q, k, v, x, beta, A_log, dt_bias, cu_seqlens, scale, kind, lower_bound, l2norm, beta_max)
-    if needs_grad and call.takes_cuda:
-        cuda_steps.compile_ahead(call)
-    P, A, rstd, operands, _ = call.prepare()
-    o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    checkpoints = call.new_checkpoints(needs_grad)
-    start, final = (None if initial is None else initial.float().contiguous()), call.new_states(call.num_sequences)
-    runs = call.tables.sequences
-    if call.tables.pieces is not None:
-        runs = call.tables.pieces
-        affine = call.scan(operands, P, runs, transition=True)
-        start = call.join(affine, runs, start, final, is_reverse=False)
-        call.scan(operands, P, runs, start=start, o=o, checkpoints=checkpoints)
-    else:
-        call.scan(operands, P, runs, start=start, o=o, final=final, checkpoints=checkpoints)
-    if not needs_grad:
-        P, A, rstd = (x.new_empty(0) for x in (P, A, rstd))  # outputs of an operator may not be one tensor
-    return o, final, P, A, rstd, checkpoints
+    with device_of(q):
+        call = _Call(q, k, v, x, beta, A_log, dt_bias, cu_seqlens, scale, kind, lower_bound, l2norm, beta_max)
+        if needs_grad and call.takes_cuda:
+            cuda_steps.compile_ahead(call)
+        P, A, rstd, operands, _ = call.prepare()
+        o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+        checkpoints = call.new_checkpoints(needs_grad)
+        start, final = (None if initial is None else initial.float().contiguous()), call.new_states(call.num_sequences)
+        runs = call.tables.sequences
+        if call.tables.pieces is not None:
+            runs = call.tables.pieces
+            affine = call.scan(operands, P, runs, transition=True)
+            start = call.join(affine, runs, start, final, is_reverse=False)
+            call.scan(operands, P, runs, start=start, o=o, checkpoints=checkpoints)
+        else:
+            call.scan(operands, P, runs, start=start, o=o, final=final, checkpoints=checkpoints)
+        if not needs_grad:
+            P, A, rstd = (x.new_empty(0) for x in (P, A, rstd))  # outputs of an operator may not be one tensor
+        return o, final, P, A, rstd, checkpoints
 
 
 @torch.library.custom_op("perilune::kda_forward", mutates_args=())(_forward).register_fake
@@ -199,29 +211,30 @@ def _backward(
     checkpoints: Tensor, scale: float, kind: int, lower_bound: float, l2norm: bool, beta_max: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k, v, x, beta, A_log, dt_bias and the initial state."""
-    call = _Call(q, k, v, x, beta, A_log, dt_bias, cu_seqlens, scale, kind, lower_bound, l2norm, beta_max)
-    d_o = cuda_steps.aligned(_rows(d_o)) if call.takes_cuda else _rows(d_o)
-    _, _, _, operands, g = call.prepare(known=(A, rstd))
-    states, writes = call.chunk_buffer(call.key_dim), call.chunk_buffer(CHUNK)
-    call.scan(operands, P, call.tables.checkpoints, start=checkpoints, keep=(states, writes))
-    operands["U"] = operands["U"].new_empty(0)
-    end = None if d_final is None else d_final.float().contiguous()
-    d_initial = call.new_states(call.num_sequences)
-    d_states, signals, flows = torch.empty_like(states), torch.empty_like(writes), call.new_flows()
-    keep = (states, d_states, signals, flows)
-    runs = call.tables.sequences
-    if call.tables.pieces is not None:
-        runs = call.tables.pieces
-        affine = call.scan_backward(operands, P, d_o, runs, transition=True)
-        end = call.join(affine, runs, end, d_initial, is_reverse=True)
-        call.scan_backward(operands, P, d_o, runs, end=end, keep=keep)
-    else:
-        call.scan_backward(operands, P, d_o, runs, end=end, keep=keep, d_initial=d_initial)
-    operands.clear()
-    d_q, d_k, d_v, d_x, d_beta, d_rate, d_bias = call.gradients(
-        g, o, d_o, A, rstd, flows, writes, signals, states, d_states
-    )  # fmt: skip
-    return d_q, d_k, d_v, d_x, d_beta, d_rate, d_bias, d_initial
+    with device_of(q):
+        call = _Call(q, k, v, x, beta, A_log, dt_bias, cu_seqlens, scale, kind, lower_bound, l2norm, beta_max)
+        d_o = cuda_steps.aligned(_rows(d_o)) if call.takes_cuda else _rows(d_o)
+        _, _, _, operands, g = call.prepare(known=(A, rstd))
+        states, writes = call.chunk_buffer(call.key_dim), call.chunk_buffer(CHUNK)
+        call.scan(operands, P, call.tables.checkpoints, start=checkpoints, keep=(states, writes))
+        operands["U"] = operands["U"].new_empty(0)
+        end = None if d_final is None else d_final.float().contiguous()
+        d_initial = call.new_states(call.num_sequences)
+        d_states, signals, flows = torch.empty_like(states), torch.empty_like(writes), call.new_flows()
+        keep = (states, d_states, signals, flows)
+        runs = call.tables.sequences
+        if call.tables.pieces is not None:
+            runs = call.tables.pieces
+            affine = call.scan_backward(operands, P, d_o, runs, transition=True)
+            end = call.join(affine, runs, end, d_initial, is_reverse=True)
+            call.scan_backward(operands, P, d_o, runs, end=end, keep=keep)
+        else:
+            call.scan_backward(operands, P, d_o, runs, end=end, keep=keep, d_initial=d_initial)
+        operands.clear()
+        d_q, d_k, d_v, d_x, d_beta, d_rate, d_bias = call.gradients(
+            g, o, d_o, A, rstd, flows, writes, signals, states, d_states
+        )  # fmt: skip
+        return d_q, d_k, d_v, d_x, d_beta, d_rate, d_bias, d_initial
 
 
 @torch.library.custom_op("perilune::kda_backward", mutates_args=())(_backward).register_fake
@@ -294,7 +307,9 @@ class _Call(_Shapes):
         self.A_log, self.dt_bias = (None if t is None else t.contiguous() for t in (A_log, dt_bias))
         self.scale, self.kind, self.lower_bound, self.l2norm, self.beta_max = scale, kind, lower_bound, l2norm, beta_max
         self.device = q.device
-        self.takes_cuda = why_not_cuda(q.device, self.operand_dtype, self.key_dim, self.value_dim) is None
+        self.takes_cuda = None is why_not_cuda(
+            q.device, self.operand_dtype, self.key_dim, self.value_dim, x=x.dtype, l2norm=l2norm
+        )
         if self.takes_cuda:
             self.q, self.k, self.v, self.x = (cuda_steps.aligned(t) for t in (self.q, self.k, self.v, self.x))
         self.tables: Tables = tables_for(

@@ -255,12 +255,17 @@ def partial_attention(
     q: Tensor, cache: Tensor, block_table: Tensor, lengths: Tensor, out: Tensor, lse: Tensor, *, latent_dim: int,
     scale: float, num_splits: int,
 ) -> None:  # fmt: skip
-    """Fills out [B, S, H, L] and lse [B, S, H], its logarithm to the base 2, for S shares."""
+    """Fills out [B, S, H, L] and lse [B, S, H], its logarithm to the base 2, for S shares.
+
+    The cache begins at a multiple of 16 bytes.
+    """
+    if q.data_ptr() % 16:  # a part of a larger projection
+        q = q.clone()
     batch, num_heads, width = q.shape
     block_h = min(64, max(16, next_power_of_2(num_heads)))
     num_warps = NUM_WARPS[block_h]
-    # A tile of the copy engine lies within one page, and its rows begin at multiples of 16 bytes.
-    use_tma = cache.shape[1] % BLOCK_N.value == 0 and cache.data_ptr() % 16 == 0 and cache.numel() > 0
+    # A tile of the copy engine lies within one page.
+    use_tma = cache.shape[1] % BLOCK_N.value == 0 and cache.numel() > 0
     sources: tuple[TensorDescriptor | None, ...] = (None, None)
     if use_tma:
         sources = tuple(_source(cache, columns) for columns in (latent_dim, width - latent_dim))

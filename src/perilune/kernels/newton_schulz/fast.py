@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
 from perilune.kernels.newton_schulz.choice import choose_form, tiling_for
 from perilune.kernels.newton_schulz.coefficients import Coefficients
@@ -46,7 +47,8 @@ def fast_orthogonalize(
     """Orthogonalise a stack [b, n, m], iterating in `dtype`; returns `dtype`."""
     if reason := why_not_fast(x_BNM, dtype):
         raise ValueError(f"backend='triton' cannot orthogonalise: {reason}")
-    if not torch.compiler.is_compiling():
+    # Fake tensors and other subclasses have no address to launch a kernel with.
+    if type(x_BNM) is Tensor and not torch.compiler.is_compiling():
         return _orthogonalize(x_BNM, coefficients, dtype, form)
     flat = [value for step in coefficients for value in step]
     return orthogonalize_operator(x_BNM, flat, dtype, form or "")
@@ -82,10 +84,12 @@ def iterate_normalized(x_BNM: Tensor, coefficients: Coefficients, form: Form | N
 
 
 class Kernel(NamedTuple):
-    """A symmetric product with these tiles, with a sum or without."""
+    """A symmetric product with these tiles, with a sum or without, compiled for matrices that whole tiles make up (by
+    the copy engine: of the result, else: steps of the sum) or for any."""
 
     tiling: Tiling
     has_c: bool = False
+    whole: bool = True
 
 
 @lru_cache(maxsize=1024)
@@ -93,28 +97,35 @@ def _kernels(batch: int, rows: int, columns: int, form: Form) -> tuple[Kernel, .
     """What this form needs for such a stack."""
     if form == "plain":
         return ()
+
+    def kernel(depth: int, has_c: bool) -> Kernel:
+        tiling = tiling_for(batch, rows, depth, has_c)
+        return Kernel(tiling, has_c, rows % tiling.edge == 0 if tiling.tma else depth % tiling.depth == 0)
+
     depths = {columns, rows} if form == "gram" else {columns}
-    kernels = {Kernel(tiling_for(batch, rows, depth, False)) for depth in depths}
-    return (*kernels, Kernel(tiling_for(batch, rows, rows, True), has_c=True))
+    return (*{kernel(depth, False) for depth in depths}, kernel(rows, True))
 
 
 def is_right(device: torch.device, dtype: torch.dtype, kernel: Kernel) -> bool:
-    """Whether a kernel agrees with the library on this device, tried once.
+    """Whether a kernel runs on this device and agrees with the library, tried once.
 
     Assemblers have got Hopper's matrix instructions wrong (see triton_support.py), and wrong directions train a model
-    badly rather than not at all. A CUDA graph that is being recorded cannot be waited for: there, only what was tried
-    before counts.
+    badly rather than not at all. Smaller GPUs may lack the shared memory. A CUDA graph that is being recorded cannot be
+    waited for: there, only what was tried before counts.
     """
     key = (device, dtype, kernel)
     if key not in _TRIED:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return False
-        # Each product is rounded once.
-        _TRIED[key] = _error(device, dtype, kernel) < 2 * torch.finfo(dtype).eps
+        trouble = f"are wrong on {device} in {dtype} (a newer Triton or ptxas may help)"
+        try:
+            # Each product is rounded once.
+            _TRIED[key] = _error(device, dtype, kernel) < 2 * torch.finfo(dtype).eps
+        except OutOfResources as error:
+            _TRIED[key], trouble = False, f"do not fit on {device} in {dtype} ({error})"
         if not _TRIED[key]:
             warnings.warn(
-                f"products by Triton are wrong on {device} in {dtype}; Newton-Schulz uses the library's products "
-                "instead, which are slower. A newer Triton or ptxas may help",
+                f"products by Triton {trouble}; Newton-Schulz uses the library's products instead, which are slower",
                 stacklevel=2,
             )
     return _TRIED[key]
@@ -124,11 +135,12 @@ _TRIED: dict[tuple[torch.device, torch.dtype, Kernel], bool] = {}
 
 
 def _error(device: torch.device, dtype: torch.dtype, kernel: Kernel) -> float:
-    tiling = kernel.tiling
-    # Two and a half tiles, or three where the copy engine wants whole ones.
-    rows = 3 * tiling.edge if tiling.tma else 5 * tiling.edge // 2
-    number = torch.arange(2 * rows * rows, device=device, dtype=torch.float64)
-    x = torch.sin(number * number).view(2, rows, rows).mul_(rows**-0.5).to(dtype)
+    tiling, whole = kernel.tiling, kernel.whole
+    # Two tiles and a half, or three where the copy engine stores whole ones.
+    rows = 3 * tiling.edge if whole and tiling.tma else 5 * tiling.edge // 2 + 8 * (not whole)
+    depth = 5 * tiling.depth + 8 * (not whole)
+    number = torch.arange(2 * rows * depth, device=device, dtype=torch.float64)
+    x = torch.sin(number * number).view(2, rows, depth).mul_(depth**-0.5).to(dtype)
     want = x.double() @ x.double().mT
     if kernel.has_c:
         c = want.to(dtype)

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
+from perilune.kernels.launch import device_of, is_aligned
 from perilune.kernels.newton_schulz.coefficients import Coefficients
-from perilune.kernels.newton_schulz.launch import device_of, is_aligned
 
 if TYPE_CHECKING:
     from perilune.kernels.newton_schulz.triton import SymmetricProducts

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from perilune.kernels.newton_schulz.launch import Launch, device_of, is_aligned
+from perilune.kernels.launch import Launch, device_of, is_aligned
 from perilune.kernels.triton_support import why_not_triton
 
 # Tile of the normalisation kernels, rows x columns of the stack.
@@ -156,6 +156,13 @@ def _symmetric_product_tma_kernel(
 
 
 @triton.jit
+def tile_and_matrix(rows, columns, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr):
+    """Numbers of this program's tile and of its matrix. (A second dimension of a grid ends at 65,535.)"""
+    tiles = tl.cdiv(rows, TILE_ROWS) * tl.cdiv(columns, TILE_COLUMNS)
+    return tl.program_id(0) % tiles, tl.program_id(0) // tiles
+
+
+@triton.jit
 def scale_tile(values):
     """values times a power of two that brings max|values| into [0.5, 1), its negated exponent, and the sum of squares
     of the scaled values. A tile with inf or NaN has a sum that is not finite."""
@@ -175,7 +182,7 @@ def _scale_tiles_kernel(
     TURNED: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     across = tl.cdiv(columns, TILE_COLUMNS)
-    tile, matrix = tl.program_id(0), tl.program_id(1)
+    tile, matrix = tile_and_matrix(rows, columns, TILE_ROWS, TILE_COLUMNS)
     first_row, first_column = tile // across * TILE_ROWS, tile % across * TILE_COLUMNS
     row = (first_row + tl.arange(0, TILE_ROWS))[:, None]
     column = (first_column + tl.arange(0, TILE_COLUMNS))[None, :]
@@ -193,9 +200,8 @@ def _scale_tiles_kernel(
     half_ptr += matrix.to(tl.int64) * rows * columns
     inside = (row < rows) & (column < columns)
     tl.store(half_ptr + row * columns + column, scaled.to(half_ptr.dtype.element_ty), mask=inside)
-    number = matrix * tl.num_programs(0) + tile
-    tl.store(exponent_ptr + number, exponent)
-    tl.store(square_ptr + number, square)
+    tl.store(exponent_ptr + tl.program_id(0), exponent)
+    tl.store(square_ptr + tl.program_id(0), square)
 
 
 @triton.jit(do_not_specialize=["tiles"])
@@ -230,12 +236,12 @@ def _normalize_kernel(
     half_ptr, factor_ptr, rows, columns, TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr
 ):  # fmt: skip
     across = tl.cdiv(columns, TILE_COLUMNS)
-    tile, matrix = tl.program_id(0), tl.program_id(1)
+    tile, matrix = tile_and_matrix(rows, columns, TILE_ROWS, TILE_COLUMNS)
     row = (tile // across * TILE_ROWS + tl.arange(0, TILE_ROWS))[:, None]
     column = (tile % across * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS))[None, :]
     inside = (row < rows) & (column < columns)
     half_ptr += matrix.to(tl.int64) * rows * columns
-    factor = tl.load(factor_ptr + matrix * tl.num_programs(0) + tile)
+    factor = tl.load(factor_ptr + tl.program_id(0))
     values = tl.load(half_ptr + row * columns + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(half_ptr + row * columns + column, (values * factor).to(half_ptr.dtype.element_ty), mask=inside)
 
@@ -373,17 +379,16 @@ def _scale_tiles(
     strides: tuple[int, ...], turned: bool, x_is_aligned: bool,
 ) -> Launch:  # fmt: skip
     constants = {"TURNED": turned, **TILE_CONSTANTS}
-    return Launch(_scale_tiles_kernel, (num_tiles(rows, columns), batch), constants, num_warps=TILE_WARPS)
+    return Launch(_scale_tiles_kernel, (num_tiles(rows, columns) * batch,), constants, num_warps=TILE_WARPS)
 
 
 @lru_cache(maxsize=1024)
 def _normalization(
     device: torch.device, dtype: torch.dtype, batch: int, rows: int, columns: int
 ) -> tuple[Launch, Launch]:
-    tiles = num_tiles(rows, columns)
     return (
         Launch(_tile_factors_kernel, (batch,), {"BLOCK": 1024}, num_warps=4),
-        Launch(_normalize_kernel, (tiles, batch), TILE_CONSTANTS, num_warps=TILE_WARPS),
+        Launch(_normalize_kernel, (num_tiles(rows, columns) * batch,), TILE_CONSTANTS, num_warps=TILE_WARPS),
     )
 
 

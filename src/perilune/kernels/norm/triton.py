@@ -109,7 +109,7 @@ def add_shares(partial: Tensor, more: Tensor | None = None) -> Tensor:
         launch(
             _add_shares_kernel, triton.cdiv(columns, 16),
             (partial, partial if more is None else more.contiguous(), total, shares, columns, first_more),
-            ("add_shares", partial.device.index, shares, columns, first_more, more is not None),
+            ("add_shares", shares, columns, first_more, more is not None),
             {"SHARES": min(1024, triton.next_power_of_2(shares)), "COLUMNS": 16, "MORE": more is not None,
              "num_warps": 8},
         )  # fmt: skip
@@ -155,7 +155,7 @@ def _launch_forward(residual: Tensor | None, x: Tensor, weight: Tensor, eps: flo
             _forward_kernel, triton.cdiv(num_tokens, tokens),
             (x if residual is None else residual.contiguous(), x, weight.contiguous(), total, normed, inverse_rms,
              num_tokens, eps),
-            ("norm_forward", x.device.index, width, add),
+            ("norm_forward", width, add),
             {"WIDTH": width, "BLOCK": block, "TOKENS": tokens, "ADD": add, "num_warps": warps},
         )  # fmt: skip
     return total, normed, inverse_rms
@@ -178,7 +178,7 @@ def _launch_backward(
         _backward_kernel, programs,
         (grad_normed, grad_normed if grad_total is None else grad_total.contiguous(), total, weight.contiguous(),
          inverse_rms, grad, partial, num_tokens),
-        ("norm_backward", total.device.index, width, add),
+        ("norm_backward", width, add),
         {"WIDTH": width, "BLOCK": block, "TOKENS": tokens, "ADD": add, "STAGES": row_stages(block, total.dtype),
          "num_warps": warps},
     )  # fmt: skip

@@ -27,6 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from perilune.kernels.launch import device_of
 from perilune.kernels.norm.triton import add_shares
 from perilune.kernels.operator import operator
 from perilune.kernels.short_conv.states import final_state, state_gradient
@@ -386,9 +387,10 @@ def document_origins(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
     if num_tokens:
         grid = (triton.cdiv(num_tokens, 256),)
         steps = num_documents.bit_length()
-        _origins_kernel[grid](
-            cu_seqlens.contiguous(), origins, num_tokens, num_documents, steps, BLOCK=256, num_warps=4
-        )
+        with device_of(cu_seqlens):
+            _origins_kernel[grid](
+                cu_seqlens.contiguous(), origins, num_tokens, num_documents, steps, BLOCK=256, num_warps=4
+            )
     return origins
 
 
@@ -406,15 +408,16 @@ def forward_parts(x_BTC: Tensor, weight_CW: Tensor, *, parts: int, origins: Tens
     launch = launch or LAUNCHES["forward", x_BTC.element_size()]
     block = min(launch.channels, triton.next_power_of_2(part_channels))
     blocks, runs = triton.cdiv(part_channels, block), triton.cdiv(num_tokens, launch.run)
-    _forward_kernel[(blocks * parts * runs * batch,)](
-        x_BTC, weight_CW.contiguous(), outputs[0], outputs[parts // 2], outputs[-1],
-        x_BTC if origins is None else origins, x_BTC if state is None else state.contiguous(),
-        num_tokens, part_channels, blocks, runs, x_BTC.stride(0), x_BTC.stride(1), num_tokens * part_channels,
-        part_channels,
-        PARTS=parts, WIDTH=weight_CW.shape[1], RUN=launch.run, ROWS=launch.rows, STAGES=launch.stages, BLOCK=block,
-        WHOLE=part_channels % block == 0, SILU=silu, PACKED=origins is not None, HAS_STATE=state is not None,
-        num_warps=launch.num_warps,
-    )  # fmt: skip
+    with device_of(x_BTC):
+        _forward_kernel[(blocks * parts * runs * batch,)](
+            x_BTC, weight_CW.contiguous(), outputs[0], outputs[parts // 2], outputs[-1],
+            x_BTC if origins is None else origins, x_BTC if state is None else state.contiguous(),
+            num_tokens, part_channels, blocks, runs, x_BTC.stride(0), x_BTC.stride(1), num_tokens * part_channels,
+            part_channels,
+            PARTS=parts, WIDTH=weight_CW.shape[1], RUN=launch.run, ROWS=launch.rows, STAGES=launch.stages, BLOCK=block,
+            WHOLE=part_channels % block == 0, SILU=silu, PACKED=origins is not None, HAS_STATE=state is not None,
+            num_warps=launch.num_warps,
+        )  # fmt: skip
     return outputs
 
 
@@ -434,15 +437,16 @@ def backward_parts(dy_parts: list[Tensor], x_BTC: Tensor, weight_CW: Tensor, *, 
     block = min(launch.channels, triton.next_power_of_2(part_channels))
     blocks, runs = triton.cdiv(part_channels, block), triton.cdiv(num_tokens, launch.run - width + 1)
     partials = torch.empty(runs * batch, width, num_channels, dtype=torch.float32, device=x_BTC.device)
-    _backward_kernel[(blocks * parts * runs * batch,)](
-        dy_parts[0], dy_parts[parts // 2], dy_parts[-1], x_BTC, weight_CW.contiguous(), dx_BTC, partials,
-        x_BTC if origins is None else origins, x_BTC if state is None else state.contiguous(),
-        num_tokens, part_channels, blocks, runs, dy_parts[0].stride(0), dy_parts[0].stride(1), x_BTC.stride(0),
-        x_BTC.stride(1), dx_BTC.stride(0), dx_BTC.stride(1),
-        PARTS=parts, WIDTH=width, RUN=launch.run, ROWS=launch.rows, STAGES=launch.stages, BLOCK=block,
-        WHOLE=part_channels % block == 0, SILU=silu, PACKED=origins is not None, HAS_STATE=state is not None,
-        num_warps=launch.num_warps,
-    )  # fmt: skip
+    with device_of(dy_parts[0]):
+        _backward_kernel[(blocks * parts * runs * batch,)](
+            dy_parts[0], dy_parts[parts // 2], dy_parts[-1], x_BTC, weight_CW.contiguous(), dx_BTC, partials,
+            x_BTC if origins is None else origins, x_BTC if state is None else state.contiguous(),
+            num_tokens, part_channels, blocks, runs, dy_parts[0].stride(0), dy_parts[0].stride(1), x_BTC.stride(0),
+            x_BTC.stride(1), dx_BTC.stride(0), dx_BTC.stride(1),
+            PARTS=parts, WIDTH=width, RUN=launch.run, ROWS=launch.rows, STAGES=launch.stages, BLOCK=block,
+            WHOLE=part_channels % block == 0, SILU=silu, PACKED=origins is not None, HAS_STATE=state is not None,
+            num_warps=launch.num_warps,
+        )  # fmt: skip
     return (add_shares(partials) if partials.numel() < MOST_SHARES else partials.sum(0)).T
 
 

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from perilune.kernels.launch import device_of
 from perilune.kernels.operator import operator
 from perilune.kernels.triton_activations import sigmoid
 
@@ -66,7 +67,8 @@ def _forward(gate_up: Tensor) -> Tensor:
     h = gate_up.new_empty(*gate_up.shape[:-1], width)
     if num_rows:
         grid = (triton.cdiv(num_rows, ROWS) * blocks,)
-        _forward_kernel[grid](gate_up, h, num_rows, width, blocks, ROWS=ROWS, BLOCK=BLOCK, num_warps=WARPS)
+        with device_of(gate_up):
+            _forward_kernel[grid](gate_up, h, num_rows, width, blocks, ROWS=ROWS, BLOCK=BLOCK, num_warps=WARPS)
     return h
 
 
@@ -76,7 +78,10 @@ def _backward(dh: Tensor, gate_up: Tensor) -> Tensor:
     d_gate_up = torch.empty_like(gate_up)
     if num_rows:
         grid = (triton.cdiv(num_rows, ROWS) * blocks,)
-        _backward_kernel[grid](dh, gate_up, d_gate_up, num_rows, width, blocks, ROWS=ROWS, BLOCK=BLOCK, num_warps=WARPS)
+        with device_of(dh):
+            _backward_kernel[grid](
+                dh, gate_up, d_gate_up, num_rows, width, blocks, ROWS=ROWS, BLOCK=BLOCK, num_warps=WARPS
+            )
     return d_gate_up
 
 

@@ -89,6 +89,8 @@ def arguments(
     partial: Tensor,
 ) -> Any:  # fmt: skip
     """All tensors contiguous; bases: of all queries, of which the first is not read; partial [programs, width]."""
+    if coefficients[0].dtype != torch.float32:  # as scores, bases and norms: all have the dtype of the queries
+        raise TypeError(f"this kernel takes queries in float32, not {coefficients[0].dtype}")
     given = _arguments_type(len(grads))()
     lists = {"sources": sources, "scores": scores, "coefficients": coefficients, "grads": grads, "bases": bases}
     for name, tensors in lists.items():

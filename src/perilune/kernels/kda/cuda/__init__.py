@@ -23,12 +23,19 @@ from perilune.kernels.cuda_source import INSTRUCTIONS, compile_source, start, wh
 
 CHUNK, THREADS = 64, 128
 WIDTHS = (64, 128)
+GATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HEADERS = ("fragments.cuh", "gates.cuh")
 EXCHANGE = 16 * 32 * 16  # operands on their way between warps
 
 
-def why_not_cuda(device: torch.device, dtype: torch.dtype, key_dim: int, value_dim: int) -> str | None:
-    """The reason why these kernels cannot run, or None."""
+def why_not_cuda(
+    device: torch.device, dtype: torch.dtype, key_dim: int, value_dim: int, *, x: torch.dtype, l2norm: bool
+) -> str | None:
+    """The reason why these kernels cannot run, or None. x: dtype of the gate's input."""
+    if not l2norm:
+        return "these kernels invert in float16, whose range only products of normalised keys keep"
+    if x not in GATE_DTYPES:
+        return f"these kernels take a gate's input in {GATE_DTYPES}, not {x}"
     if dtype != torch.bfloat16:
         return f"these kernels take bfloat16, not {dtype}"
     if key_dim not in WIDTHS or value_dim not in WIDTHS:
@@ -111,5 +118,6 @@ def _kernel(name: str, device: torch.device, key_dim: int, value_dim: int, **opt
         shared = shared_memory(name, key_dim, value_dim, known=options.get("known", 0))
         text = source(name, key_dim, value_dim, **options)
         kernel = compile_source(text, f"kda_{name}", device, shared_memory=shared)
-        _built[key] = _Kernel(kernel.func, shared, [], kernel)
+        # Of two threads that compile the same, both use what the first has kept.
+        return _built.setdefault(key, _Kernel(kernel.func, shared, [], kernel))
     return _built[key]

@@ -13,10 +13,17 @@ if TYPE_CHECKING:
     from perilune.kernels.kda.triton import _Call
 
 
+FLOW_WIDTH = 32  # channels of the values in one part of `flows`, as gradients.cu reads them
+SMALLEST_SCALE = 2.0**-126  # in the place of 0, by which `gradients` would divide 0; of float32 without denormals
+
+
 def aligned(x: Tensor) -> Tensor:
-    """The kernels move 16 bytes at a time: x, or a copy if its rows do not start at multiples of that."""
+    """The kernels move 16 bytes at a time: x, or a copy if its rows do not start at multiples of that.
+
+    They count in 32 bits inside a chunk, too.
+    """
     steps = (x.data_ptr(), *(stride * x.element_size() for stride in x.stride()[1:3]))
-    if not any(step % 16 for step in steps):
+    if not any(step % 16 for step in steps) and x.stride(1) < 2**31 // CHUNK:
         return x
     return x.clone(memory_format=torch.contiguous_format)
 
@@ -44,7 +51,7 @@ def prepare(
     widths = {"W": K, "U": V, "to_end": K, "from_start": K}
     operands = {name: call.empty(call.max_chunks, H, CHUNK, width) for name, width in widths.items()}
     operands["state_decay"] = call.empty(call.max_chunks, H, K, dtype=torch.float32)
-    beta, (rate, bias) = call.beta.float(), _gate_parameters(call)
+    beta, (rate, bias) = _beta(call), _gate_parameters(call)
     arguments = [
         call.q, call.k, call.v, call.x, rate, bias, beta, call.tables.chunk_start, call.tables.chunk_length, P, A, rstd,
         *operands.values(), gates, *_strides(call.q, call.k, call.v, call.x, beta), H, float(call.scale),
@@ -64,8 +71,9 @@ def gradients(
     """Gradients of q, k, v, x, beta, A_log and dt_bias."""
     H, K, V, device = call.num_heads, call.key_dim, call.value_dim, call.device
     float32 = torch.float32
+    assert flows.shape[2] == V // FLOW_WIDTH, f"gradients.cu takes flows of {FLOW_WIDTH} channels each"
     tables = (call.tables.chunk_start, call.tables.chunk_length)
-    programs, beta = call.max_chunks * H, call.beta.float()
+    programs, beta = call.max_chunks * H, _beta(call)
     d_L, d_P = torch.empty_like(A), torch.empty_like(A)
     d_q, d_k, d_v, d_x = (torch.empty(t.shape, dtype=t.dtype, device=device) for t in (call.q, call.k, call.v, call.x))
     along = call.empty(call.rows, H, 2, dtype=float32)
@@ -80,7 +88,7 @@ def gradients(
     arguments = [
         call.q, call.k, call.x, gates, *_gate_parameters(call), beta, d_o, rstd, along, flows, *tables, signals, writes,
         states, d_states, d_L, d_P, d_q, d_k, d_x, d_beta, d_bias, d_rate, *_strides(call.q, call.k, call.x, beta, d_o),
-        H, float(call.scale), float(call.lower_bound), float(call.beta_max), int(call.l2norm),
+        H, float(call.scale) or SMALLEST_SCALE, float(call.lower_bound), float(call.beta_max), int(call.l2norm),
         int(call.beta_max > 0), int(call.A_log is not None),
     ]  # fmt: skip
     launch("gradients", programs, arguments, K, V, gate=call.kind, x=call.x.dtype)
@@ -90,6 +98,11 @@ def gradients(
         none if call.A_log is None else d_rate.sum(0).view(call.A_log.shape).to(call.A_log.dtype),
         none.clone() if call.dt_bias is None else d_bias.sum(0).view(call.dt_bias.shape).to(call.dt_bias.dtype),
     )  # fmt: skip
+
+
+def _beta(call: _Call) -> Tensor:
+    """In float32. A copy is contiguous: one that keeps the order of strides may lose the single stride of B and T."""
+    return call.beta.to(torch.float32, memory_format=torch.contiguous_format)
 
 
 def _gate_parameters(call: _Call) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,150 @@
+"""The shared curve of a ladder: least squares for  L = E + A_h (rho_arm C)^-a.
+
+For a given floor E the model is linear in what is left, log(L - E) = log A_h - a log C - a log rho, so a search over E
+alone finds the neighbourhood of the optimum (variable projection; arXiv 2603.22339 shows that the direct fit of all
+parameters is ill-conditioned and this one is not). Gauss-Newton steps with Levenberg's damping then minimise the
+squares of L itself, from each local minimum (three at most) that the search has seen. No random start: the same losses
+give the same bits.
+
+log C is taken relative to a reference compute, which keeps the columns of the design apart and makes the result
+independent of the unit of compute. Parameters, in order: E, log A_h per horizon, a, and a log rho per arm but the first
+(the baseline has rho = 1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+Array = np.ndarray
+
+# Shares of the lowest loss where the search looks for E; denser towards the end, where log(L - E) bends most.
+_FLOOR_SHARES = np.array([0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.93, 0.96, 0.98, 0.99, 0.998])
+_MAX_STEPS = 200
+
+
+@dataclass(frozen=True, kw_only=True)
+class CurvePoints:
+    """Flat arrays, one entry per loss; `arm` 0 is the baseline."""
+
+    log_compute: Array
+    loss: Array
+    horizon: Array
+    arm: Array
+    num_horizons: int
+    num_arms: int
+
+    @property
+    def linear_design(self) -> Array:
+        """Columns of log(L - E): one per horizon, the exponent, one per arm but the baseline."""
+        horizons = (self.horizon[:, None] == np.arange(self.num_horizons)).astype(float)
+        arms = (self.arm[:, None] == np.arange(1, self.num_arms)).astype(float)
+        return np.concatenate([horizons, -self.log_compute[:, None], -arms], axis=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CurveSolution:
+    """`influence` is d(parameters) / d(losses), a row per parameter; the row of a floor that was given is zero."""
+
+    floor: float
+    log_amplitudes: Array
+    exponent: float
+    influence: Array
+    residuals: Array
+
+
+def fit_curve(points: CurvePoints, *, floor: float | None) -> CurveSolution:
+    """Least squares with E free in [0, lowest loss), or with a given E."""
+    design = points.linear_design
+    lowest = float(points.loss.min())
+    if floor is not None:
+        parameters = _refined(points.loss, design, _projected(points.loss, design, np.array([floor]))[0], free=False)
+    else:
+        starts = _projected(points.loss, design, _FLOOR_SHARES * lowest)
+        costs = np.array([_cost(points.loss, design, start) for start in starts])
+        padded = np.concatenate([[np.inf], costs, [np.inf]])
+        valleys = np.flatnonzero((costs <= padded[:-2]) & (costs <= padded[2:]))
+        valleys = valleys[np.argsort(costs[valleys], kind="stable")][:3]
+        candidates = [_refined(points.loss, design, starts[valley], free=True) for valley in valleys]
+        parameters = min(candidates, key=lambda found: _cost(points.loss, design, found))
+    exponent = float(parameters[1 + points.num_horizons])
+    reducible = np.exp(design @ parameters[1:])
+    spread = float(points.log_compute.max() - points.log_compute.min())
+    if not exponent * spread > 1e-9:
+        raise ValueError("the losses do not fall with compute: no curve, and no multiplier, can be derived from them")
+    jacobian = np.concatenate([np.ones((len(design), 1)), reducible[:, None] * design], axis=1)
+    first = 0 if floor is None else 1
+    influence = np.zeros((jacobian.shape[1], len(design)))
+    influence[first:] = _pseudo_inverse(jacobian[:, first:])
+    return CurveSolution(
+        floor=float(parameters[0]),
+        log_amplitudes=parameters[1 : 1 + points.num_horizons],
+        exponent=exponent,
+        influence=influence,
+        residuals=points.loss - parameters[0] - reducible,
+    )
+
+
+def _projected(loss: Array, design: Array, floors: Array) -> Array:
+    """For each floor the best other parameters of log(L - E), weighted so that errors count as errors of L."""
+    reducible = loss - floors[:, None]
+    weighted = design * reducible[:, :, None]
+    normal = weighted.transpose(0, 2, 1) @ weighted
+    right = weighted.transpose(0, 2, 1) @ (reducible * np.log(reducible))[:, :, None]
+    ridge = 1e-13 * np.trace(normal, axis1=1, axis2=2)[:, None, None] * np.eye(design.shape[1])
+    return np.concatenate([floors[:, None], np.linalg.solve(normal + ridge, right)[:, :, 0]], axis=1)
+
+
+def _cost(loss: Array, design: Array, parameters: Array) -> float:
+    with np.errstate(over="ignore"):
+        residuals = loss - parameters[0] - np.exp(design @ parameters[1:])
+        cost = float(residuals @ residuals)
+    return cost if np.isfinite(cost) else np.inf
+
+
+def _refined(loss: Array, design: Array, parameters: Array, *, free: bool) -> Array:
+    """Levenberg's method on the losses themselves; with `free` the floor moves too, between 0 and the lowest loss."""
+    highest = float(_FLOOR_SHARES[-1] * loss.min())
+    damping = 1e-6
+    cost = _cost(loss, design, parameters)
+    for _ in range(_MAX_STEPS):
+        reducible = np.exp(design @ parameters[1:])
+        residuals = loss - parameters[0] - reducible
+        pull = residuals.sum()  # the way the floor wants to go
+        is_held = not free or (parameters[0] <= 0 and pull <= 0) or (parameters[0] >= highest and pull >= 0)
+        first = 1 if is_held else 0
+        jacobian = np.concatenate([np.ones((len(loss), 1)), reducible[:, None] * design], axis=1)[:, first:]
+        scale = np.sqrt((jacobian * jacobian).sum(axis=0))
+        left, singular, right = np.linalg.svd(jacobian / scale, full_matrices=False)
+        projected = left.T @ residuals
+        while True:
+            step = np.zeros_like(parameters)
+            step[first:] = right.T @ (projected * singular / (singular**2 + damping)) / scale
+            trial = parameters + step
+            if not is_held and not 0 <= trial[0] <= highest:
+                # Shortened to end on the border; from there on the others move alone.
+                border = 0.0 if step[0] < 0 else highest
+                trial = parameters + step * ((border - parameters[0]) / step[0])
+                trial[0] = border
+            trial_cost = _cost(loss, design, trial)
+            if trial_cost <= cost:
+                break
+            damping = max(10 * damping, 1e-12)
+            if damping > 1e8:
+                return parameters
+        is_small = np.abs(step[first:] * scale).max() <= 1e-11 * np.abs(parameters[first:] * scale).max()
+        is_flat = cost - trial_cost <= 1e-13 * cost and damping < 1e-7
+        parameters, cost = trial, trial_cost
+        damping = damping / 10 if damping > 1e-15 else 0.0
+        if is_small or is_flat:
+            break
+    return parameters
+
+
+def _pseudo_inverse(jacobian: Array) -> Array:
+    scale = np.sqrt((jacobian * jacobian).sum(axis=0))
+    left, singular, right = np.linalg.svd(jacobian / scale, full_matrices=False)
+    if singular[-1] < 1e-10 * singular[0]:
+        raise ValueError("these points cannot tell the curve's parameters apart: add rungs, or give the floor E")
+    return (right.T / singular) @ left.T / scale[:, None]
