@@ -11,6 +11,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
+
+PLAIN = {Tensor, torch.nn.Parameter}
+
+
+def is_traced(*inputs: Any) -> bool:
+    """Whether somebody sees or replaces what operators do: torch.compile, modes (FakeTensorMode, make_fx, selective
+    checkpoints, counters of FLOPs) and classes of tensors. They know the operators, not the memory that kernels write.
+    """
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+        return True
+    return any(isinstance(x, Tensor) and type(x) not in PLAIN for x in inputs)
 
 
 def operator(
@@ -57,14 +69,16 @@ def operator(
         def backward(ctx: Any, *d_outputs: Any) -> Any:
             # With create_graph=True the operator is part of the graph, and refuses to be differentiated again. (What
             # `once_differentiable` returns would count as a constant where d_outputs are: a wrong second derivative.)
-            found = gradients(ctx, backward_operator if torch.is_grad_enabled() else backward, *d_outputs)
+            is_operator = torch.is_grad_enabled() or is_traced(*d_outputs)
+            found = gradients(ctx, backward_operator if is_operator else backward, *d_outputs)
             return None, *_flattened(found if isinstance(found, tuple) else (found,))
 
     def call(*inputs: Any) -> Any:
-        if torch.compiler.is_compiling():
+        flat = _flattened(inputs)
+        if is_traced(*flat):
             return forward_operator(*inputs)
         lengths = tuple(len(x) if isinstance(x, list) else -1 for x in inputs)
-        return Eager.apply(lengths, *_flattened(inputs))
+        return Eager.apply(lengths, *flat)
 
     return call
 

@@ -34,6 +34,7 @@ from perilune.kernels.attention.triton_tiles import (
     logits_of_parts,
 )
 from perilune.kernels.launch import device_of
+from perilune.kernels.operator import is_traced
 
 # A float32 sum of 256 products is off by at most 256 x 2^-23 of the sum of their magnitudes, and by a few 2^-23 of it
 # in practice; the logits that decide are not much smaller than that sum.
@@ -258,5 +259,5 @@ def max_logits(
         )
     cu_seqlens = borders_on(q.device, cu_seqlens)
     # The operator is for whoever traces: to call it costs the host more than the kernel costs the device.
-    find = _max_logits if torch.compiler.is_compiling() else _launch
+    find = _max_logits if is_traced(q, k) else _launch
     return find(q.detach(), k.detach(), lse_BHT.detach(), cu_seqlens, scale, threshold)

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from perilune.kernels.kda import BoundedGate, Gate, SoftplusGate, kda_step
+from perilune.kernels.operator import is_traced
 from perilune.kernels.precision import full_precision
 from perilune.kernels.short_conv import short_conv_step
 from perilune.kernels.triton_support import why_not_triton
@@ -89,7 +90,7 @@ def kda_decode(
     from perilune.kernels.kda.decode_triton import kda_decode_op, run_kda_decode
 
     a_log = None if gate.A_log is None else gate.A_log.float().contiguous()
-    decode = kda_decode_op if torch.compiler.is_compiling() else run_kda_decode
+    decode = kda_decode_op if is_traced(qkv, state_pool) else run_kda_decode
     return decode(
         _with_whole_rows(qkv), _with_whole_rows(gate_input), _with_whole_rows(beta_logits),
         _with_whole_rows(output_gate), conv_weight.float().contiguous(), a_log,

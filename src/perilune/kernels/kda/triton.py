@@ -31,6 +31,7 @@ from perilune.kernels.kda.gates import Gate, SoftplusGate
 from perilune.kernels.kda.triton_chunk import CHUNK, interval_table, later_table
 from perilune.kernels.kda.triton_tables import Runs, Tables, tables_for
 from perilune.kernels.launch import device_of
+from perilune.kernels.operator import is_traced
 from perilune.kernels.triton_support import num_sms, why_not_triton
 
 # A float32 state of 128 x 128 per 8 chunks is 128 bytes a token, half as much as its q.
@@ -112,8 +113,7 @@ class _TritonKDA(torch.autograd.Function):
         lower_bound: float, l2norm: bool, beta_max: float, needs_grad: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         # The dispatcher of operators written in Python costs the host more than some calls cost the GPU.
-        is_traced = torch.compiler.is_compiling() or _is_watched(q, k, v, x, beta, A_log, dt_bias)
-        run = torch.ops.perilune.kda_forward if is_traced else _forward
+        run = torch.ops.perilune.kda_forward if is_traced(q, k, v, x, beta, A_log, dt_bias) else _forward
         o, final, *saved = run(
             q, k, v, x, beta, A_log, dt_bias, initial, cu_seqlens, scale, kind, lower_bound, l2norm, beta_max,
             needs_grad,
@@ -132,8 +132,8 @@ class _TritonKDA(torch.autograd.Function):
         q, k, v, x, beta, A_log, dt_bias, cu_seqlens, o, *saved = ctx.saved_tensors
         if d_o is None:
             d_o = torch.zeros_like(o)
-        is_traced = torch.compiler.is_compiling() or torch.is_grad_enabled() or _is_watched(q, o, d_o)
-        run = torch.ops.perilune.kda_backward if is_traced else _backward
+        is_operator = torch.is_grad_enabled() or is_traced(q, o, d_o)
+        run = torch.ops.perilune.kda_backward if is_operator else _backward
         d_q, d_k, d_v, d_x, d_beta, d_rate, d_bias, d_initial = run(
             q, k, v, x, beta, A_log, dt_bias, cu_seqlens, o, d_o, d_final, *saved, *ctx.options
         )
@@ -144,15 +144,6 @@ class _TritonKDA(torch.autograd.Function):
             None if ctx.initial_dtype is None else d_initial.to(ctx.initial_dtype),
             *(None,) * 7,
         )  # fmt: skip
-
-
-PLAIN = {Tensor, torch.nn.Parameter, type(None)}
-
-
-def _is_watched(*tensors: Tensor | None) -> bool:
-    """Whether somebody sees or replaces what operators do: modes (FakeTensorMode, make_fx, selective checkpoints,
-    counters of FLOPs) and classes of tensors. They know the operators, not the memory that kernels write to."""
-    return torch._C._len_torch_dispatch_stack() > 0 or not PLAIN.issuperset(map(type, tensors))
 
 
 # Operators ------------------------------------------------------------------------------------------------------------

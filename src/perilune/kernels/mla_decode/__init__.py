@@ -23,6 +23,7 @@ from torch import Tensor
 from perilune.kernels.mla_decode.dense import dense_mla_decode
 from perilune.kernels.mla_decode.gqa import gqa_decode
 from perilune.kernels.mla_decode.reference import reference_mla_decode
+from perilune.kernels.operator import is_traced
 from perilune.kernels.precision import full_precision
 from perilune.kernels.triton_support import INTERPRETED, why_not_triton
 
@@ -79,7 +80,7 @@ def mla_decode(
         raise ValueError(f"backend={backend!r} cannot run here: {obstacle}; use backend='dense'.")
     from perilune.kernels.mla_decode.triton import mla_decode_op, run_mla_decode
 
-    decode = mla_decode_op if torch.compiler.is_compiling() else run_mla_decode
+    decode = mla_decode_op if is_traced(q, cache) else run_mla_decode
     return decode(
         q.contiguous(), cache, block_table, lengths.contiguous(), latent_dim, scale, num_splits or 0,
         backend == "hopper",

@@ -18,6 +18,7 @@ from perilune.kernels.newton_schulz.choice import choose_form, tiling_for
 from perilune.kernels.newton_schulz.coefficients import Coefficients
 from perilune.kernels.newton_schulz.forms import FORMS, Form, iterate
 from perilune.kernels.newton_schulz.triton import Tiling, normalized_stack, symmetric_product, why_not_on
+from perilune.kernels.operator import is_traced
 from perilune.kernels.triton_support import INTERPRETED
 
 
@@ -47,8 +48,7 @@ def fast_orthogonalize(
     """Orthogonalise a stack [b, n, m], iterating in `dtype`; returns `dtype`."""
     if reason := why_not_fast(x_BNM, dtype):
         raise ValueError(f"backend='triton' cannot orthogonalise: {reason}")
-    # Fake tensors and other subclasses have no address to launch a kernel with.
-    if type(x_BNM) is Tensor and not torch.compiler.is_compiling():
+    if not is_traced(x_BNM):
         return _orthogonalize(x_BNM, coefficients, dtype, form)
     flat = [value for step in coefficients for value in step]
     return orthogonalize_operator(x_BNM, flat, dtype, form or "")
