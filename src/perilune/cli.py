@@ -362,7 +362,7 @@ def export_verb(arguments: list[str]) -> None:
 
 
 def ladder_verb(arguments: list[str]) -> None:
-    """Plan or run a scaling ladder."""
+    """Plan, run or fit a scaling ladder."""
     from perilune.cli_ladder import ladder_verb
 
     ladder_verb(arguments)

@@ -1,4 +1,4 @@
-"""`perilune ladder plan|run NAME`: the command's part of scaling ladders."""
+"""`perilune ladder plan|run|fit NAME`: the command's part of scaling ladders."""
 
 import dataclasses
 import sys
@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from perilune.cli import UserError, _fail, _nearest, _parse, _positional, _print_json, _with_set
 
 if TYPE_CHECKING:
-    from perilune.ladder.design import Cell
+    from perilune.ladder.design import Cell, Ladder
+    from perilune.ladder.run import Result
 
 
 @dataclass(kw_only=True)
@@ -29,6 +30,10 @@ class LadderFlags:
     """run: cells at a time, each in a process of its own, spread over the GPUs; their speeds are marked as shared."""
     alone: bool = True
     """run --cell: whether it has the device for itself; only then its speed counts."""
+    floor: float | None = None
+    """fit: the loss that compute cannot go below, where the ladder has too few rungs to find it."""
+    seed_sd: float | None = None
+    """fit: noise of a run in nats, where no seed was repeated."""
     measure: bool = False
     """plan: time a few steps of every rung and arm for an estimate."""
     device: str = "auto"
@@ -38,8 +43,8 @@ class LadderFlags:
 
 
 def ladder_verb(arguments: list[str]) -> None:
-    """Plan or run a scaling ladder."""
-    steps, example = ("plan", "run"), "perilune ladder run tiny"
+    """Plan, run or fit a scaling ladder."""
+    steps, example = ("plan", "run", "fit"), "perilune ladder run tiny"
     step, rest = _positional(arguments, "STEP", f"one of {', '.join(steps)}", example)
     if step not in steps:
         _fail(f"unknown step {step!r}{_nearest(step, steps)}; expected one of {', '.join(steps)}", code=2)
@@ -50,6 +55,7 @@ def ladder_verb(arguments: list[str]) -> None:
         _fail(f"unknown ladder {name!r}{_nearest(name, LADDERS)}; expected one of {', '.join(LADDERS)}", code=2)
     what = {
         "plan": "Parameters, tokens, epochs, FLOPs, memory and time of a ladder; refuses what cannot fit.",
+        "fit": "What every arm buys over the baseline, with intervals, from the results that are there.",
         "run": "Train all cells of a ladder; goes on where it was stopped, and repeats nothing that is finished.",
     }[step]
     flags = _parse(
@@ -70,6 +76,9 @@ def ladder_verb(arguments: list[str]) -> None:
     from perilune.ladder import plan as planning
     from perilune.ladder.run import read_results, run_cell, run_ladder, unfinished
 
+    if step == "fit":
+        _fit(ladder, flags, read_results(folder))
+        return
     speeds = dict(planning.known_speeds(read_results(folder)))
     if step == "plan" and flags.measure:
         speeds |= planning.measure_ladder(ladder, device)
@@ -95,6 +104,22 @@ def ladder_verb(arguments: list[str]) -> None:
             run_ladder(ladder, folder, held_out=flags.held_out, on_step=progress.step)
     results = read_results(folder)
     _print_json([dataclasses.asdict(result) for result in results]) if flags.json else print_results(ladder, results)
+
+
+def _fit(ladder: "Ladder", flags: LadderFlags, results: Sequence["Result"]) -> None:
+    from perilune.ladder.fit import fit_ladder
+    from perilune.ladder.run import points
+    from perilune.ladder.show import print_fit, print_results
+
+    found = points(ladder, results)
+    if not found:
+        raise UserError(f"ladder {ladder.name!r} has no results yet: `perilune ladder run {ladder.name}` makes them")
+    fit = fit_ladder(found, baseline=ladder.baseline.name, floor=flags.floor, seed_sd=flags.seed_sd)
+    if flags.json:
+        _print_json(fit.to_dict())
+        return
+    print_results(ladder, results)
+    print_fit(fit)
 
 
 def _run_workers(

@@ -11,7 +11,7 @@ from perilune.cli import main
 from perilune.ladder import cost
 from perilune.ladder.design import Horizon
 from perilune.ladder.plan import known_speeds, make_plan, measure_speed
-from perilune.ladder.run import Result
+from perilune.ladder.run import Result, write_result
 from perilune.recipes.ladders import tiny
 
 
@@ -68,10 +68,38 @@ def test_the_command_plans_and_runs_a_cell(capsys: pytest.CaptureFixture[str]):
     assert "cell 1 of 1: w16+muonclip+1" in captured.err and "validation loss" in captured.out
 
 
+def test_the_command_fits_what_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    ladder, folder = tiny(), tmp_path / "ladders" / "tiny"
+    for cell in ladder.cells():
+        costs = cost.cost(ladder, cell.rung, cell.arm)
+        for horizon, tokens in zip(cost.horizon_names(ladder), costs.tokens, strict=True):
+            flops = costs.flops_per_token * tokens
+            rho = 2.0 if cell.arm.name == "muonclip" else 1.0
+            noise = 0.01 * (-1) ** cell.seed * (1.5 if rho > 1 else 1.0)
+            write_result(
+                folder,
+                Result(
+                    rung=cell.rung.name, arm=cell.arm.name, seed=cell.seed, horizon=horizon,
+                    loss=1.5 + (1.0 if horizon == "half" else 1.1) * (rho * flops / 1e9) ** -0.3 + noise,
+                    bits_per_byte=1.0, tokens=tokens, flops=flops, baseline_flops=flops, parameters=costs.parameters,
+                    epochs=0.1, tokens_per_s=1000.0 / rho, ran_alone=True, skipped_steps=0, lr=0.1, fingerprint="",
+                    seconds=1.0,
+                ),
+            )  # fmt: skip
+    main(["ladder", "fit", "tiny", "--json"])
+    (arm,) = json.loads(capsys.readouterr().out)["arms"]
+    assert arm["rho"]["low"] < 2.0 < arm["rho"]["high"] < 2.5
+    assert arm["wall_clock"]["value"] == pytest.approx(arm["rho"]["value"] / 2)
+    main(["ladder", "fit", "tiny"])
+    shown = capsys.readouterr().out
+    assert "wall-clock" in shown and "own seeds" in shown
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
         (["ladder"], "STEP is missing"),
+        (["ladder", "fit", "tiny"], "has no results yet"),
         (["ladder", "climb", "tiny"], "unknown step 'climb'"),
         (["ladder", "run", "tinny"], "did you mean 'tiny'"),
         (["ladder", "run", "tiny", "--cell", "w16+muon+1"], "is not in the ladder"),

@@ -26,6 +26,7 @@ import torch
 
 from perilune.ladder import cost
 from perilune.ladder.design import Cell, Horizon, Ladder, branch, fingerprint, trunk
+from perilune.ladder.findings import Point
 from perilune.model import Decoder
 from perilune.train import RunConfig, run_folder, train
 from perilune.train.run_folder import RunError
@@ -221,6 +222,26 @@ def read_result(folder: Path, cell: Cell, horizon: Horizon, expected: str) -> Re
 def read_results(folder: Path) -> list[Result]:
     """All of them, whatever the design says now."""
     return [Result(**json.loads(path.read_text())) for path in sorted((folder / RESULTS).glob("[!.]*.json"))]
+
+
+def points(ladder: Ladder, results: Sequence[Result]) -> list[Point]:
+    """What the fit takes: no held-out rung, and speeds only of runs that had the device for themselves."""
+    fitted = {rung.name for rung in ladder.rungs if not rung.is_held_out}
+    arms = {arm.name for arm in ladder.arms}
+    return [
+        Point(
+            arm=result.arm,
+            rung=result.rung,
+            horizon=result.horizon,
+            seed=result.seed,
+            compute=result.flops,
+            tokens=result.tokens,
+            loss=result.loss,
+            tokens_per_second=result.tokens_per_s if result.ran_alone else None,
+        )
+        for result in results
+        if result.rung in fitted and result.arm in arms
+    ]
 
 
 def unfinished(ladder: Ladder, folder: Path, *, held_out: bool) -> Iterator[Cell]:

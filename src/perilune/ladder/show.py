@@ -14,6 +14,7 @@ from rich.table import Table
 
 from perilune.ladder import cost
 from perilune.ladder.design import Cell, Ladder
+from perilune.ladder.findings import Estimate, LadderFit
 from perilune.ladder.plan import Plan
 from perilune.ladder.run import Result
 from perilune.report.plots import compact
@@ -70,6 +71,42 @@ def _loss(base: dict[int, float], own: dict[int, float], is_baseline: bool) -> s
     mean = f"{statistics.fmean(own.values()):.4f}"
     pairs = [base[seed] - own[seed] for seed in own if seed in base]
     return mean if is_baseline or not pairs else f"{mean} ({statistics.fmean(pairs):+.4f})"
+
+
+def print_fit(fit: LadderFit, console: Console | None = None) -> None:
+    """The curve, and every arm's multipliers with their 95% intervals."""
+    console = console or Console(highlight=False)
+    curve = fit.curve
+    console.print(
+        f"L = {curve.floor.value:.3f} + A (rho C)^-{curve.exponent.value:.3f}, scatter {curve.residual_sd:.4f} nats; "
+        f"baseline {fit.baseline}"
+    )
+    console.print("times the baseline's compute that an arm is worth, with 95% intervals:")
+    for arm in fit.arms:
+        console.print(f"{arm.arm}")
+        lines = {
+            "rho": _estimate(arm.rho, ".3f"),
+            "rho with E = 0": _estimate(arm.rho_without_floor, ".3f"),
+            "tokens": _estimate(arm.token_multiplier, ".3f"),
+            "wall-clock": _estimate(arm.wall_clock, ".3f"),
+            "change of ln rho per e-fold of C": f"{_estimate(arm.trend, '+.3f')} ({arm.tendency})",
+            "noise": f"{arm.noise_source}, {arm.num_pairs} pairs",
+        }
+        for name, text in lines.items():
+            console.print(f"  {name:<34}{text}", markup=False)
+    for combination in fit.combinations:
+        console.print(f"{combination.combined}: {combination.verdict}", markup=False)
+    for note in fit.notes:
+        console.print(f"note: {note}", markup=False)
+
+
+def _estimate(estimate: Estimate | None, form: str) -> str:
+    if estimate is None:
+        return "-"
+    value = format(estimate.value, form)
+    if estimate.low is None or estimate.high is None:
+        return value
+    return f"{value} [{estimate.low:{form}}, {estimate.high:{form}}]"
 
 
 def _duration(seconds: float) -> str:
