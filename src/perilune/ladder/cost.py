@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from perilune.ladder.design import Arm, Cell, Horizon, Ladder, Rung
+from perilune.ladder.design import Arm, Cell, Ladder, Rung
 from perilune.model import Decoder
 from perilune.train import RunConfig
 
@@ -105,7 +105,3 @@ def memory_bytes(config: RunConfig) -> int:
 
 def horizon_names(ladder: Ladder) -> tuple[str, ...]:
     return tuple(horizon.name for horizon in ladder.ordered_horizons())
-
-
-def horizon_named(ladder: Ladder, name: str) -> Horizon:
-    return next(horizon for horizon in ladder.horizons if horizon.name == name)
