@@ -61,6 +61,8 @@ def ladder_verb(arguments: list[str]) -> None:
     flags = _parse(
         f"perilune ladder {step} {name}", f"{what}\n\nexample: perilune ladder {step} {name}", LadderFlags, rest
     )
+    if flags.workers < 1:
+        raise UserError(f"--workers is {flags.workers}, expected 1 or more")
     from perilune.ladder.show import LadderProgress, print_plan, print_results
     from perilune.train.trainer import pick_device
 

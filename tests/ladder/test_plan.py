@@ -100,6 +100,7 @@ def test_the_command_fits_what_is_there(tmp_path: Path, capsys: pytest.CaptureFi
     [
         (["ladder"], "STEP is missing"),
         (["ladder", "fit", "tiny"], "has no results yet"),
+        (["ladder", "run", "tiny", "--workers", "0"], "expected 1 or more"),
         (["ladder", "climb", "tiny"], "unknown step 'climb'"),
         (["ladder", "run", "tinny"], "did you mean 'tiny'"),
         (["ladder", "run", "tiny", "--cell", "w16+muon+1"], "is not in the ladder"),
