@@ -6,6 +6,7 @@ training exits with 130 after saving. `--json` prints one JSON document on stand
 
 import dataclasses
 import difflib
+import importlib
 import io
 import json
 import sys
@@ -26,11 +27,15 @@ USAGE = """\
 usage: perilune <verb> [arguments]
 
   train RECIPE       pre-train a model              perilune train nano --optimizer.lr 3e-3
+  train extend       go on with longer rows         perilune train extend --from nano --length 1024
   generate RUN       continue a prompt              perilune generate nano --prompt "import os"
   data RECIPE        look at tokens and packing     perilune data nano
+  data collect OUT   build a corpus                 perilune data collect c.jsonl.zst --packages site-packages
+  eval RUN           what a run can do              perilune eval nano
   report RUN         write the report of a run      perilune report nano
   export RUN FOLDER  write it for transformers      perilune export nano ./nano-hf
   ladder STEP NAME   what an idea buys at scale     perilune ladder run tiny
+  swarm STEP         agents that work in parallel   perilune swarm demo
   bench AREA         operators beside their peers   perilune bench kda --filter T8192
   doctor             what this machine can do       perilune doctor
 
@@ -96,7 +101,8 @@ def _nearest(name: str, known: Any) -> str:
 
 MODULE_EXTRAS = {
     "torch": "train", "safetensors": "train", "tokenizers": "train", "zstandard": "train", "tensorboard": "train",
-    "pyarrow": "parquet",
+    "pyarrow": "parquet", "aiohttp": "swarm", "orjson": "swarm", "pydantic": "swarm", "starlette": "swarm",
+    "uvicorn": "swarm", "mcp": "swarm", "jsonschema": "swarm", "pypdf": "swarm", "playwright": "swarm-browser",
 }  # fmt: skip
 
 
@@ -128,7 +134,12 @@ def train_verb(arguments: list[str]) -> None:
         arguments, "RECIPE", f"one of {', '.join(RECIPES)}, or a run to resume", "perilune train nano"
     )
     early = _early_flags(TrainFlags, rest)
-    default, runs = _train_default(name, early)
+    if name == "extend" and not early.resume:
+        from perilune.cli_extend import extended
+
+        (default, rest), runs = extended(rest, early.runs), early.runs
+    else:
+        default, runs = _train_default(name, early)
     from perilune.train import RunConfig, train
 
     flags, config = _parse_run(
@@ -256,7 +267,12 @@ class DataFlags:
 
 
 def data_verb(arguments: list[str]) -> None:
-    """What a recipe's corpus looks like after tokenising and packing."""
+    """What a recipe's corpus looks like after tokenising and packing; `collect` builds one."""
+    if arguments[:1] == ["collect"]:
+        from perilune.cli_collect import collect_verb
+
+        collect_verb(arguments[1:])
+        return
     from perilune.recipes import RECIPES, recipe
 
     name, rest = _positional(arguments, "RECIPE", f"one of {', '.join(RECIPES)}", "perilune data nano")
@@ -277,6 +293,8 @@ def data_verb(arguments: list[str]) -> None:
 
     if flags.rows < 0:
         raise UserError(f"--rows is {flags.rows}, expected 0 or more")
+    if config.data.probe is not None:
+        raise UserError(f"{name!r} trains on rows that the probe {config.data.probe.task!r} makes: it has no corpus")
     with DataProgress(quiet=flags.json) as progress:
         corpus = Corpus(config.data.corpus, progress=progress)
         tokenizer = train_tokenizer(corpus, config.data.vocab_size, cache_dir=config.data.cache_dir, progress=progress)
@@ -361,11 +379,13 @@ def export_verb(arguments: list[str]) -> None:
         print(f"{folder}: {model.num_parameters():,} parameters as model_type {kind!r}")
 
 
-def ladder_verb(arguments: list[str]) -> None:
-    """Plan, run or fit a scaling ladder."""
-    from perilune.cli_ladder import ladder_verb
+def _verb_of(module: str) -> Callable[[list[str]], None]:
+    """A verb with a module of its own, imported when it is used: `perilune.cli_NAME.NAME_verb`."""
 
-    ladder_verb(arguments)
+    def verb(arguments: list[str]) -> None:
+        getattr(importlib.import_module(f"perilune.cli_{module}"), f"{module}_verb")(arguments)
+
+    return verb
 
 
 @dataclass(kw_only=True)
@@ -470,9 +490,11 @@ VERBS: dict[str, Callable[[list[str]], None]] = {
     "train": train_verb,
     "generate": generate_verb,
     "data": data_verb,
+    "eval": _verb_of("eval"),
     "report": report_verb,
     "export": export_verb,
-    "ladder": ladder_verb,
+    "ladder": _verb_of("ladder"),
+    "swarm": _verb_of("swarm"),
     "bench": bench_verb,
     "doctor": doctor_verb,
 }

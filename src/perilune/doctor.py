@@ -1,5 +1,6 @@
 """What this machine can do: versions, processors, memory, accelerators, tools, and which verbs that leaves usable."""
 
+import importlib
 import importlib.metadata
 import os
 import platform
@@ -11,6 +12,8 @@ EXTRAS = {
     "train": ("torch", "safetensors", "tokenizers", "pillow", "zstandard", "tensorboard"),
     "parquet": ("pyarrow",),
     "gpu": ("triton",),
+    "swarm": ("aiohttp", "orjson", "pydantic", "mcp", "starlette", "uvicorn", "jsonschema", "pypdf"),
+    "scale": ("ray", "asyncpg"),
     "test": ("pytest", "hypothesis", "transformers", "ruff"),
 }
 TOOLS = {
@@ -33,6 +36,8 @@ def examine() -> dict[str, Any]:
         "packages": packages,
         "torch": _torch() if packages["torch"] else None,
         "tools": {name: _tool(name) for name in TOOLS},
+        "sandbox": _swarm("sandbox", "sandbox_report", packages),
+        "agent_tools": _swarm("tools.registry", "tools_report", packages),
         "advice": _advice(packages),
     }
 
@@ -61,6 +66,13 @@ def _tool(name: str) -> str | None:
     # Debian keeps the PostgreSQL server out of PATH.
     servers = sorted(Path("/usr/lib/postgresql").glob("*/bin/postgres")) if name == "postgres" else []
     return shutil.which(name) or (str(servers[-1]) if servers else None)
+
+
+def _swarm(module: str, function: str, packages: dict[str, str | None]) -> dict[str, str] | None:
+    """What a part of the swarm says of itself; None where the extra is not installed."""
+    if any(packages[name] is None for name in EXTRAS["swarm"]):
+        return None
+    return dict(getattr(importlib.import_module(f"perilune.swarm.{module}"), function)())
 
 
 def _torch() -> dict[str, Any]:
@@ -152,6 +164,8 @@ def show(found: dict[str, Any]) -> None:
         rows["torch"] = "not installed: train, generate and data need it"
     rows["packages"] = ", ".join(f"{name} {version}" for name, version in found["packages"].items() if version)
     rows["tools"] = ", ".join(name for name, path in found["tools"].items() if path) or "none"
+    for name, states in (("sandbox", found["sandbox"]), ("agents", found["agent_tools"])):
+        rows[name] = "needs the extra swarm" if states is None else "\n".join(f"{n}: {s}" for n, s in states.items())
     for name, value in rows.items():
         table.add_row(f"[bold]{name}[/bold]", str(value))
     console.print(table)

@@ -8,7 +8,7 @@ import pytest
 
 from perilune.cli import main
 from perilune.ladder import workers
-from perilune.ladder.run import read_results
+from perilune.ladder.results import read_results
 from perilune.ladder.workers import run_side_by_side
 from perilune.recipes.ladders import tiny
 from perilune.train import RunError
@@ -82,3 +82,26 @@ def test_workers_are_spread_over_devices(tmp_path: Path):
     run_side_by_side(cells, tmp_path, command=lambda cell: script(text), num_workers=4, devices=("0", "1"))
     logs = [(tmp_path / "logs" / f"{cell.name}.txt").read_text().strip() for cell in cells]
     assert sorted(logs) == ["0", "0", "1", "1"]
+
+
+def test_no_cell_begins_that_would_not_end_in_time_and_a_later_one_that_does_goes_first(tmp_path: Path):
+    cells = list(tiny().cells())[:3]
+    ended = []
+    left = run_side_by_side(
+        cells,
+        tmp_path,
+        command=lambda cell: script("pass"),
+        num_workers=1,
+        seconds=60.0,
+        estimate=lambda cell: 100.0 if cell is cells[0] else 1.0,
+        on_end=lambda cell: ended.append(cell),
+    )
+    assert left == [cells[0]] and ended == cells[1:]
+
+
+def test_what_still_runs_at_the_deadline_is_stopped(tmp_path: Path):
+    cells = list(tiny().cells())[:2]
+    left = run_side_by_side(
+        cells, tmp_path, command=lambda cell: script("import time; time.sleep(600)"), num_workers=2, seconds=1.0
+    )
+    assert left == cells

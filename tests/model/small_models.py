@@ -32,6 +32,7 @@ VARIANTS: dict[str, ModelConfig] = {
     ),
     "mla_only_tied": replace(BASE, layer_types=("mla",) * 4, tie_word_embeddings=True),
     "kda_only": replace(BASE, layer_types=("kda",) * 4),
+    "one_decay_a_head": replace(BASE, kda=replace(BASE.kda, decay="head")),
 }
 
 

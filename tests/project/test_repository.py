@@ -95,13 +95,20 @@ FORBIDDEN = {
 }
 
 
+ATTACKS = ROOT / "tests" / "swarm"
+"""Its corpora hold private hosts, and folders inside sandboxes or of nobody."""
+
+
 @pytest.mark.parametrize("what", FORBIDDEN)
 def test_committed_files_name_no_place_outside_the_repository(what: str) -> None:
     found = []
     for path in committed_files():
         if path == Path(__file__).resolve() or (text := text_of(path)) is None:
             continue
-        found += [f"{path.relative_to(ROOT)}: {match[0]!r}" for match in FORBIDDEN[what].finditer(text)]
+        matches = [match[0] for match in FORBIDDEN[what].finditer(text)]
+        if path.is_relative_to(ATTACKS):
+            matches = [match for match in matches if not match.startswith(("/tmp/", "/home/", "http"))]
+        found += [f"{path.relative_to(ROOT)}: {match!r}" for match in matches]
     assert not found, f"committed files hold {what}"
 
 

@@ -13,7 +13,7 @@ import os
 import sysconfig
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
@@ -64,6 +64,8 @@ class CorpusConfig:
     exclude: suffixes (".min.js") or folder names ("node_modules") to leave out.
     text_field, id_field, split_field: names in jsonl records or parquet columns.
     min_characters: shorter documents are skipped; max_characters: longer ones are cut into pieces.
+    join_characters: join neighbouring records of one domain and split, with an empty line between them, up to so many
+        characters: long documents for long contexts. Needs split_field, so that nothing held out is trained on.
     valid_fraction: expected share of documents held out for validation (ignored with split_field).
     seed, num_documents: for source "generated".
     """
@@ -76,6 +78,7 @@ class CorpusConfig:
     split_field: str | None = None
     min_characters: int = 1
     max_characters: int = 100_000
+    join_characters: int = 0
     valid_fraction: float = 0.05
     seed: int = 0
     num_documents: int = 1000
@@ -93,6 +96,14 @@ class CorpusConfig:
             raise ValueError(f"min_characters={self.min_characters!r} must be at least 1")
         if self.max_characters < max(self.min_characters, 16):
             raise ValueError(f"max_characters={self.max_characters!r} must be at least 16 and at least min_characters")
+        if self.join_characters and self.split_field is None:
+            raise ValueError(
+                f"join_characters={self.join_characters!r} needs split_field: records of both splits must not be joined"
+            )
+        if not 0 <= self.join_characters <= self.max_characters:
+            raise ValueError(
+                f"join_characters={self.join_characters!r} must be between 0 and max_characters={self.max_characters}"
+            )
         if self.num_documents < 1:
             raise ValueError(f"num_documents={self.num_documents!r} must be at least 1")
         for suffix in self.include_suffixes:
@@ -107,10 +118,11 @@ class CorpusConfig:
 
 @dataclass(frozen=True)
 class Document:
-    """One text and its name, which is the same on every machine."""
+    """One text and its name, which is the same on every machine; and what kind of text it is, where that is known."""
 
     id: str
     text: str
+    domain: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +163,7 @@ class Corpus:
         content = _ContentHash(self.config)
         for piece in self._pieces("reading", Counter()):
             content.add(piece)
-            yield Document(piece.id, piece.text), rule.split(piece)
+            yield Document(piece.id, piece.text, piece.domain), rule.split(piece)
         if content.hexdigest() != summary.fingerprint:
             raise CorpusError(f"the files of {self.config.source!r} changed while they were read; start again")
 
@@ -177,7 +189,7 @@ class Corpus:
 
     def _pieces(self, stage: str, skipped: Counter[str]) -> Iterator["_Piece"]:
         config = self.config
-        for record in self._records(stage, skipped):
+        for record in _joined(self._records(stage, skipped), config.join_characters):
             if len(record.text.strip()) < config.min_characters:
                 skipped["too short"] += 1
                 continue
@@ -187,7 +199,7 @@ class Corpus:
             texts = list(_cut(record.text, config.max_characters))
             for number, text in enumerate(texts):
                 name = record.id if len(texts) == 1 else f"{record.id}#{number}"
-                yield _Piece(name, record.id, text, record.declared_split)
+                yield _Piece(name, record.id, text, record.declared_split, record.domain)
 
     def _records(self, stage: str, skipped: Counter[str]) -> Iterator[Record]:
         config = self.config
@@ -195,7 +207,7 @@ class Corpus:
             for number, (name, text) in enumerate(generated.generate(config.seed, config.num_documents)):
                 if self._progress is not None and number % 256 == 0:
                     self._progress(stage, number, config.num_documents)
-                yield Record(id=name, text=text)
+                yield Record(id=name, text=text, domain=name.partition("-")[0])
             return
         files = stdlib_files() if config.source == "stdlib" else self._files()
         total = sum(file.size for file in files)
@@ -259,6 +271,27 @@ class _Piece:
     parent: str
     text: str
     declared_split: str | None
+    domain: str
+
+
+def _joined(records: Iterator[Record], limit: int) -> Iterator[Record]:
+    """Neighbours of one domain and split as one record, as long as it has at most `limit` characters."""
+    held: list[Record] = []
+    size = 0
+
+    def whole() -> Record:
+        more = f"+{len(held) - 1}" if len(held) > 1 else ""
+        return replace(held[0], id=held[0].id + more, text="\n\n".join(record.text for record in held))
+
+    for record in records:
+        alike = held and (record.domain, record.declared_split) == (held[0].domain, held[0].declared_split)
+        if held and not (alike and size + 2 + len(record.text) <= limit):
+            yield whole()
+            held, size = [], 0
+        held.append(record)
+        size += len(record.text) + (2 if len(held) > 1 else 0)
+    if held:
+        yield whole()
 
 
 def _cut(text: str, limit: int) -> Iterator[str]:

@@ -30,6 +30,7 @@ __all__ = [
     "PackedDataset",
     "Row",
     "ValidationSet",
+    "mix64_each",
     "permutation",
     "valid_batches",
 ]
@@ -72,12 +73,13 @@ def permutation(count: int, *, seed: int, epoch: int) -> np.ndarray:
     numpy's own shuffles may change between versions; this order is part of a checkpoint's meaning and must not.
     """
     with np.errstate(over="ignore"):  # arithmetic modulo 2**64 is meant
-        base = _mix64(_mix64(np.array([seed & _MASK], dtype=np.uint64)) + np.uint64(epoch))
-        keys = _mix64(base + np.arange(count, dtype=np.uint64))
+        base = mix64_each(mix64_each(np.array([seed & _MASK], dtype=np.uint64)) + np.uint64(epoch))
+        keys = mix64_each(base + np.arange(count, dtype=np.uint64))
     return np.argsort(keys, kind="stable")
 
 
-def _mix64(value: np.ndarray) -> np.ndarray:
+def mix64_each(value: np.ndarray) -> np.ndarray:
+    """A 64-bit hash (splitmix64) of every number of a uint64 array."""
     with np.errstate(over="ignore"):
         value = value + np.uint64(0x9E3779B97F4A7C15)
         value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

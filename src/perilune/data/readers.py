@@ -35,11 +35,16 @@ class CorpusError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """One text as it stands in its file. `declared_split` is the value of the record's own split field."""
+    """One text as it stands in its file. `declared_split` is the value of the record's own split field.
+
+    `domain` says what kind of text it is: the field "domain" or "source" of a JSON record; of a text file the folder
+    it lies in, or its suffix.
+    """
 
     id: str
     text: str
     declared_split: str | None = None
+    domain: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +68,7 @@ class Fields:
             id=str(values[self.id]) if self.id else default_id,
             text=text,
             declared_split=None if self.split is None else str(values[self.split]),
+            domain=str(values.get("domain") or values.get("source") or ""),
         )
 
 
@@ -134,10 +140,7 @@ def read_file(
         if suffix == ".parquet":
             records = _read_parquet(file, fields, on_bytes)
         elif suffix is not None:
-            chunks = _chunks(file.path, on_bytes)
-            if suffix.endswith(".zst"):
-                chunks = _decompress(file, chunks)
-            records = _read_json_lines(file, fields, chunks)
+            records = _read_json_lines(file, fields, _json_chunks(file, on_bytes))
         else:
             records = _read_text(file, skipped, on_bytes)
         for record in records:
@@ -160,19 +163,36 @@ def _read_text(file: SourceFile, skipped: Counter[str], on_bytes: Callable[[int]
     if "\0" in text:
         skipped["binary"] += 1
         return
-    yield Record(id=file.name, text=text)
+    top, nested, _ = file.name.partition("/")
+    yield Record(id=file.name, text=text, domain=top if nested else file.path.suffix.lstrip("."))
+
+
+def json_records(file: SourceFile) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(line number, all fields) of every record of a .jsonl or .jsonl.zst file."""
+    for number, values in _json_lines(file, _json_chunks(file, lambda _: None)):
+        if not isinstance(values, dict):
+            raise CorpusError(f"{str(file.path)!r} line {number}: expected a JSON object, got {type(values).__name__}")
+        yield number, values
+
+
+def _json_chunks(file: SourceFile, on_bytes: Callable[[int], None]) -> Iterator[bytes]:
+    chunks = _chunks(file.path, on_bytes)
+    return _decompress(file, chunks) if file.path.name.lower().endswith(".zst") else chunks
 
 
 def _read_json_lines(file: SourceFile, fields: Fields, chunks: Iterator[bytes]) -> Iterator[Record]:
-    for number, line in enumerate(_lines(chunks), start=1):
-        if not line.strip():
-            continue
+    for number, values in _json_lines(file, chunks):
         where = f"{str(file.path)!r} line {number}"
-        try:
-            values = json.loads(line)
-        except (ValueError, RecursionError) as error:  # also UnicodeDecodeError
-            raise CorpusError(f"{where} is not JSON: {error}") from error
         yield fields.record(values, default_id=f"{file.name}:{number}", where=where)
+
+
+def _json_lines(file: SourceFile, chunks: Iterator[bytes]) -> Iterator[tuple[int, Any]]:
+    for number, line in enumerate(_lines(chunks), start=1):
+        if line.strip():
+            try:
+                yield number, json.loads(line)
+            except (ValueError, RecursionError) as error:  # also UnicodeDecodeError
+                raise CorpusError(f"{str(file.path)!r} line {number} is not JSON: {error}") from error
 
 
 def _chunks(path: Path, on_bytes: Callable[[int], None]) -> Iterator[bytes]:

@@ -37,6 +37,11 @@ OWN_TYPE = "perilune"
 
 def to_public(config: ModelConfig) -> dict[str, Any]:
     pattern = config.layer_pattern()
+    if config.kda.decay != "channel" and "kda" in pattern:
+        raise FormatError(
+            f"kda.decay={config.kda.decay!r} cannot be written: no public format has a Kimi Delta Attention with one "
+            "decay per head; train with kda.decay='channel' to export"
+        )
     public: dict[str, Any] = {
         "model_type": PUBLIC_TYPE,
         "architectures": ["KimiLinearForCausalLM"],
@@ -94,6 +99,8 @@ def _moe_to_public(config: ModelConfig) -> dict[str, Any]:
 def _own_keys(config: ModelConfig) -> dict[str, Any]:
     """What transformers' kimi_linear cannot express."""
     extra: dict[str, Any] = {}
+    if config.residual == "scalars":
+        raise FormatError("residual='scalars' cannot be written: no public format has residual scalars")
     if config.residual == "attnres":
         extra["attn_res_full"] = True
     elif config.residual == "block_attnres":

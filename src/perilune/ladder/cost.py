@@ -5,6 +5,10 @@
     attention, per layer and token    MLA   6 (d_qk + d_v) H T / 2      causal: half of the T keys on average
                                       KDA   6 H (3 K V + C (K + V))     state in and out, pairs inside chunks of C = 64
 
+Time before anything was measured is that of one H200 at an assumed utilisation: 5% for every 64 channels of width
+beyond the first 64, and 40% at most. Small models are bound by launches; `base` at width 1024 was measured at 49%
+(benchmarks/results/bench_train.json).
+
 Memory is an estimate to refuse what cannot fit: float32 weights, gradients and optimizer state, activations kept for
 the backward pass, logits of a chunk. It is meant to be within a factor of 1.5.
 """
@@ -13,14 +17,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
 from perilune.ladder.design import Arm, Cell, Ladder, Rung
-from perilune.model import Decoder
+from perilune.model import Decoder, ModelConfig
 from perilune.train import RunConfig
 
 CHUNK = 64
+H200_FLOPS = 790e12  # dense bf16, as measured
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +55,21 @@ class Cost:
 
 def active_parameters(config: RunConfig) -> int:
     """Those that take part in a token's products: all but the embedding."""
+    return _parameters(config.model)[0]
+
+
+@lru_cache(maxsize=512)
+def _parameters(model: ModelConfig) -> tuple[int, int]:
+    """Active without the embedding, and all of them."""
     with torch.device("meta"):
-        return Decoder(config.model).num_parameters(active=True, embedding=False)
+        decoder = Decoder(model)
+    return decoder.num_parameters(active=True, embedding=False), decoder.num_parameters()
+
+
+def assumed_speed(config: RunConfig) -> float:
+    """Tokens a second of a run that has an H200 for itself, before any was measured."""
+    utilisation = min(max(0.05 * (config.model.hidden_size / 64 - 1), 0.02), 0.40)
+    return H200_FLOPS * utilisation / flops_per_token(config)
 
 
 def tokens_per_step(config: RunConfig) -> int:
@@ -93,8 +112,7 @@ def flops_per_token(config: RunConfig) -> float:
 
 def memory_bytes(config: RunConfig) -> int:
     model, trainer = config.model, config.trainer
-    with torch.device("meta"):
-        parameters = Decoder(model).num_parameters()
+    parameters = _parameters(model)[1]
     states = 4 * (4 if config.optimizer.kind == "adamw" else 3)  # weight, gradient, and one or two moments
     tokens = trainer.micro_batch_rows * config.data.seq_len
     size = 2 if trainer.precision == "bf16" else 4

@@ -17,8 +17,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from perilune.model import ModelConfig
 from perilune.train import RunConfig, ScheduleConfig
 from perilune.train.config_file import from_plain, to_plain
+
+OWN_SOURCES = ("stdlib", "generated")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +62,10 @@ class Ladder:
     warmup_fraction: float = 0.02
     """Share of the shortest horizon's steps."""
     max_epochs: float = 4.0
+    question: str = ""
+    """What it is to answer, in a sentence; stands above its report."""
+    combinations: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """An arm with the changes of several others, and those others: do their gains multiply?"""
 
     def __post_init__(self) -> None:
         for what, names in (
@@ -78,6 +85,11 @@ class Ladder:
             for rung in arm.by_rung:
                 if rung not in {each.name for each in self.rungs}:
                     raise ValueError(f"arm {arm.name!r} has values for rung {rung!r}, which is not in the ladder")
+        names = {arm.name for arm in self.arms[1:]}
+        for combined, singles in self.combinations.items():
+            for name in (combined, *singles):
+                if name not in names:
+                    raise ValueError(f"combination {combined!r} names {name!r}, which is no arm beside the baseline")
         if not 0 < self.decay_fraction <= 1 or not 0 <= self.warmup_fraction <= 1:
             raise ValueError("decay_fraction and warmup_fraction are shares: expected numbers between 0 and 1")
         if any(horizon.tokens_per_parameter <= 0 for horizon in self.horizons):
@@ -86,6 +98,12 @@ class Ladder:
     @property
     def baseline(self) -> Arm:
         return self.arms[0]
+
+    def arm(self, name: str) -> Arm:
+        return next(arm for arm in self.arms if arm.name == name)
+
+    def rung(self, name: str) -> Rung:
+        return next(rung for rung in self.rungs if rung.name == name)
 
     def ordered_horizons(self) -> tuple[Horizon, ...]:
         return tuple(sorted(self.horizons, key=lambda horizon: horizon.tokens_per_parameter))
@@ -133,14 +151,22 @@ def branch(config: RunConfig, *, horizon: Horizon, start: int, steps: int, warmu
     return replace(config, name=f"{config.name}+{horizon.name}", schedule=schedule, trainer=trainer)
 
 
-def fingerprint(*configs: RunConfig) -> str:
-    """Of everything that decides a result; the device and how often something is written do not."""
+def fingerprint(*configs: RunConfig, start: ModelConfig) -> str:
+    """Of everything that decides a result: the configs, and the model whose initial weights are shared.
+
+    Names, the device and how often something is written do not; what lies under the corpus' path is compared by content
+    (`Result.corpus`).
+    """
     plain = [to_plain(config) for config in configs]
     for each in plain:
+        each.pop("name")
         for name in ("device", "log_every", "checkpoint_every", "micro_batch_rows", "keep_last", "max_bad_steps"):
             each["trainer"].pop(name)
         each["data"].pop("cache_dir")
-    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]
+        if each["data"]["corpus"]["source"] not in OWN_SOURCES:
+            each["data"]["corpus"].pop("source")
+    text = json.dumps([*plain, to_plain(start)], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _set(plain: dict[str, Any], path: str, value: Any, *, arm: str) -> None:

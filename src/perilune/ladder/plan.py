@@ -1,28 +1,24 @@
 """What a ladder asks for, before anything runs: parameters, tokens, epochs, FLOPs, memory, time; and what cannot be.
 
-Epochs are counted in rows of the packed corpus, the unit in which training repeats it. Time is known where a cell of
-the same rung and arm has run, or its speed was measured (`measure_speed`).
+Epochs are counted in unique tokens: a document that stands in the corpus twice counts once. Time is known where a cell
+of the same rung and arm has run or its speed was measured (speed.py); else it may be assumed (cost.py).
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
-import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 
+from perilune.data import PackedDataset
+from perilune.data.store import TokenStore
 from perilune.ladder import cost
 from perilune.ladder.design import Cell, Ladder
-from perilune.ladder.run import Result
-from perilune.model import Decoder
 from perilune.train import RunConfig
-from perilune.train.batches import open_data
-from perilune.train.optimizer import build_optimization
-
-Speeds = Mapping[tuple[str, str], float]
-"""Tokens a second by rung and arm."""
+from perilune.train.batches import DataConfig, RunData, open_data
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +38,8 @@ class RungPlan:
     """Of the largest arm."""
     seconds: float | None
     """All arms and seeds, one after the other; None where a speed is not known."""
+    is_assumed: bool
+    """Some of these seconds are assumed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,30 +47,39 @@ class Plan:
     ladder: str
     rungs: tuple[RungPlan, ...]
     unique_tokens: int
+    """Of the training split, documents that are there twice counted once."""
+    repeated_tokens: int
+    """Of those further copies."""
+    corpus: str
+    """Fingerprint of the text."""
     num_cells: int
     problems: tuple[str, ...]
     """Why it cannot run as it is; empty when it can."""
 
 
-def make_plan(ladder: Ladder, *, speeds: Speeds | None = None, available_bytes: int | None = None) -> Plan:
+def make_plan(
+    ladder: Ladder,
+    *,
+    speeds: Mapping[tuple[str, str], float] | None = None,
+    assume: bool = False,
+    available_bytes: int | None = None,
+) -> Plan:
+    """speeds: tokens a second by rung and arm. assume: take those of an H200 where none is known."""
     rows: list[RungPlan] = []
     problems: list[str] = []
-    unique_tokens = 0
+    corpora = _Corpora()
     for rung in ladder.rungs:
         configs = {arm.name: Cell(rung=rung, arm=arm, seed=ladder.seeds[0]).config() for arm in ladder.arms}
         costs = {arm.name: cost.cost(ladder, rung, arm) for arm in ladder.arms}
+        known = {name: speed for name in configs if (speed := (speeds or {}).get((rung.name, name))) is not None}
+        used = {name: cost.assumed_speed(config) for name, config in configs.items()} | known if assume else known
         ends = cost.schedule(ladder, rung).ends
-        epochs = 0.0
-        for config in _different_data(configs.values()):
-            data = open_data(config.data, seed=config.seed)
-            unique_tokens = max(unique_tokens, data.train.store.num_tokens)
-            epochs = max(epochs, ends[-1] * config.trainer.global_batch_rows / data.train.rows_per_epoch)
+        epochs = max(
+            corpora.epochs(config, ends[-1] * cost.tokens_per_step(config))
+            for config in _different_data(configs.values())
+        )
         memory = max(each.memory_bytes for each in costs.values())
-        times = [
-            None if speed is None else each.trained_tokens / speed * len(ladder.seeds)
-            for name, each in costs.items()
-            for speed in [(speeds or {}).get((rung.name, name))]
-        ]
+        times = [each.trained_tokens / used[name] * len(ladder.seeds) for name, each in costs.items() if name in used]
         rows.append(
             RungPlan(
                 rung=rung.name,
@@ -83,7 +90,8 @@ def make_plan(ladder: Ladder, *, speeds: Speeds | None = None, available_bytes: 
                 epochs=epochs,
                 flops=sum(each.flops for each in costs.values()) * len(ladder.seeds),
                 memory_bytes=memory,
-                seconds=None if None in times else sum(each for each in times if each is not None),
+                seconds=sum(times) if len(times) == len(costs) else None,
+                is_assumed=assume and len(known) < len(configs),
             )
         )
         if epochs > ladder.max_epochs:
@@ -96,57 +104,57 @@ def make_plan(ladder: Ladder, *, speeds: Speeds | None = None, available_bytes: 
                 f"rung {rung.name} needs about {memory / 2**30:.1f} GiB, more than the "
                 f"{available_bytes / 2**30:.1f} GiB there are: lower trainer.micro_batch_rows"
             )
+    unique, repeated, corpus = corpora.largest()
     return Plan(
         ladder=ladder.name,
         rungs=tuple(rows),
-        unique_tokens=unique_tokens,
+        unique_tokens=unique,
+        repeated_tokens=repeated,
+        corpus=corpus,
         num_cells=len(ladder.rungs) * len(ladder.arms) * len(ladder.seeds),
         problems=tuple(problems),
     )
 
 
-def known_speeds(results: list[Result]) -> Speeds:
-    """What finished cells ran at; those that had the device for themselves count first."""
-    ordered = sorted(results, key=lambda result: result.ran_alone)
-    return {(result.rung, result.arm): result.tokens_per_s for result in ordered if result.tokens_per_s}
+class _Corpora:
+    """Each corpus of a ladder, opened and counted once: its rungs share it."""
+
+    def __init__(self) -> None:
+        self._found: dict[DataConfig, tuple[RunData, int]] = {}
+
+    def epochs(self, config: RunConfig, tokens: int) -> float:
+        """How often `tokens` go through the text; rows of a probe never come again."""
+        if config.data not in self._found:
+            data = open_data(config.data, seed=config.seed)
+            unique = unique_tokens(data.train.store) if isinstance(data.train, PackedDataset) else 0
+            self._found[config.data] = (data, unique)
+        unique = self._found[config.data][1]
+        return tokens / unique if unique else 0.0
+
+    def largest(self) -> tuple[int, int, str]:
+        """Unique tokens, repeated tokens and fingerprint of the corpus that has most."""
+        data, unique = max(self._found.values(), key=lambda entry: entry[1])
+        repeated = data.train.store.num_tokens - unique if isinstance(data.train, PackedDataset) else 0
+        return unique, repeated, data.corpus.fingerprint[:16]
 
 
-def measure_speed(config: RunConfig, device: torch.device, *, steps: int = 3) -> float:
-    """Tokens a second of optimizer steps on random tokens, after one to warm up."""
-    model = Decoder(config.model, seed=0).to(device).train()
-    optimization = build_optimization(model, config.optimizer)
-    shape = (config.trainer.micro_batch_rows, config.data.seq_len)
-    tokens = torch.randint(config.data.vocab_size, shape, device=device)
-    began = 0.0
-    for step in range(steps + 1):
-        if step == 1:
-            began = _now(device)
-        for _ in range(max(1, config.trainer.global_batch_rows // shape[0])):
-            (model.loss(tokens, tokens) / tokens.numel()).backward()
-        optimization.clip_gradients(config.trainer.grad_clip)
-        optimization.step()
-    return steps * cost.tokens_per_step(config) / (_now(device) - began)
-
-
-def measure_ladder(ladder: Ladder, device: torch.device) -> Speeds:
-    """Every rung and arm."""
-    return {
-        (rung.name, arm.name): measure_speed(Cell(rung=rung, arm=arm, seed=ladder.seeds[0]).config(), device)
-        for rung in ladder.rungs
-        for arm in ladder.arms
-    }
+def unique_tokens(store: TokenStore) -> int:
+    """Tokens of the documents, further copies of a document left out."""
+    seen: set[bytes] = set()
+    count = 0
+    for number in range(store.num_documents):
+        tokens = store.document(number)
+        mark = hashlib.blake2b(tokens.tobytes(), digest_size=12).digest()
+        if mark not in seen:
+            seen.add(mark)
+            count += len(tokens)
+    return count
 
 
 def available_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 def _different_data(configs: Iterable[RunConfig]) -> list[RunConfig]:

@@ -2,23 +2,21 @@
 
 Folder of a ladder:
 
-    ladders/NAME/cells/CELL/           the trunk's run folder
-                 cells/CELL+HORIZON/   a branch's; its checkpoints go when its result is written
-                 results/CELL+HORIZON.json
+    ladders/NAME/results/CELL+HORIZON.json    what a cell came to (results.py)
+                 cells/CELL/                  the trunk's run folder
+                 cells/CELL+HORIZON/          a branch's; its checkpoints go when its result is written
 
-A result is written last and at once (rename), so a kill at any instant costs at most the work since the last
-checkpoint. A result counts as long as its fingerprint, that of the two configs that led to it, is the one the ladder
-has now.
+`cells` may lie elsewhere (scratch): nothing but a cell that is not finished needs it. A result is written last, so a
+kill at any instant costs at most the work since the last checkpoint.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,70 +24,91 @@ import torch
 
 from perilune.ladder import cost
 from perilune.ladder.design import Cell, Horizon, Ladder, branch, fingerprint, trunk
-from perilune.ladder.findings import Point
-from perilune.model import Decoder
-from perilune.train import RunConfig, run_folder, train
+from perilune.ladder.results import (
+    RESULTS,
+    Result,
+    borrowed,
+    read_result,
+    read_results,
+    write_result,
+)
+from perilune.model import Decoder, ModelConfig
+from perilune.train import RunConfig, checkpoint, run_folder, train
+from perilune.train.batches import RunData, open_data
 from perilune.train.run_folder import RunError
 
-CELLS, RESULTS = "cells", "results"
+CELLS = "cells"
+MAX_LOGIT_ENTRIES = 100
 OnStep = Callable[[str, int], None]
 """Called with a cell's name and how many of its tokens were trained since the last call."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
-    """One horizon of one cell."""
+class Leg:
+    """One horizon of a cell: the trunk up to `start`, then the branch to `end`."""
 
-    rung: str
-    arm: str
-    seed: int
-    horizon: str
-    loss: float
-    """Validation, nats per token."""
-    bits_per_byte: float
-    tokens: int
-    flops: float
-    """Of the arm itself, up to this horizon."""
-    baseline_flops: float
-    """Of the baseline for the same tokens: compute as the fit counts it, so that a multiplier is one of tokens."""
-    parameters: int
-    epochs: float
-    tokens_per_s: float | None
-    """Median of the trunk's steps; only comparable where runs had the device for themselves."""
-    ran_alone: bool
-    skipped_steps: int
-    lr: float
+    horizon: Horizon
+    start: int
+    end: int
+    root: RunConfig
+    tip: RunConfig
     fingerprint: str
-    seconds: float
 
 
-def run_cell(
-    ladder: Ladder, cell: Cell, folder: Path, *, ran_alone: bool, on_step: OnStep = lambda name, tokens: None
-) -> list[Result]:
-    """All horizons of a cell; what is there already is not done again."""
+def legs(ladder: Ladder, cell: Cell) -> list[Leg]:
+    """Shortest horizon first."""
     steps, config = cost.schedule(ladder, cell.rung), cell.config()
-    _claim(folder / CELLS / config.name, fingerprint(trunk(config, steps=1, warmup_steps=steps.warmup_steps)))
-    found: list[Result] = []
-    done_tokens = 0
+    start_of_all = _start_of_all(ladder, cell)
+    found = []
     for horizon, start, end in zip(ladder.ordered_horizons(), steps.starts, steps.ends, strict=True):
         root = trunk(config, steps=start, warmup_steps=steps.warmup_steps)
         tip = branch(config, horizon=horizon, start=start, steps=end, warmup_steps=steps.warmup_steps)
-        per_step = cost.tokens_per_step(config)
-        known = read_result(folder, cell, horizon, fingerprint(root, tip))
+        mark = fingerprint(root, tip, start=start_of_all)
+        found.append(Leg(horizon=horizon, start=start, end=end, root=root, tip=tip, fingerprint=mark))
+    return found
+
+
+def _start_of_all(ladder: Ladder, cell: Cell) -> ModelConfig:
+    """The model whose initial weights all arms of the rung share."""
+    return Cell(rung=cell.rung, arm=ladder.baseline, seed=cell.seed).config().model
+
+
+def run_cell(
+    ladder: Ladder,
+    cell: Cell,
+    folder: Path,
+    *,
+    ran_alone: bool,
+    scratch: Path | None = None,
+    commit: str | None = None,
+    on_step: OnStep = lambda name, tokens: None,
+) -> list[Result]:
+    """All horizons of a cell; what is there already is not done again."""
+    config, cells = cell.config(), scratch or folder / CELLS
+    per_step = cost.tokens_per_step(config)
+    todo = legs(ladder, cell)
+    begin = trunk(config, steps=1, warmup_steps=todo[0].root.schedule.warmup_steps)
+    _claim(cells / config.name, fingerprint(begin, start=_start_of_all(ladder, cell)))
+    found: list[Result] = []
+    done, data = 0, None
+    for leg in todo:
+        known = read_result(folder, cell, leg.horizon.name, leg.fingerprint)
         if known is None:
             begun = time.monotonic()
             report = _reporter(on_step, cell.name, per_step)
-            _go_on(ladder, cell, root, folder / CELLS, report)
-            _branch_off(folder / CELLS / root.name, folder / CELLS / tip.name)
-            summary = _go_on(ladder, cell, tip, folder / CELLS, report)
-            known = _result(ladder, cell, horizon, root, tip, summary, folder, ran_alone, time.monotonic() - begun)
+            data = data or open_data(config.data, seed=config.seed)  # once: a large corpus takes seconds to survey
+            _go_on(ladder, cell, leg.root, cells, report, data)
+            _branch_off(cells / leg.root.name, cells / leg.tip.name)
+            summary = _go_on(ladder, cell, leg.tip, cells, report, data)
+            seconds = time.monotonic() - begun
+            known = _result(ladder, cell, leg, summary, cells, ran_alone=ran_alone, commit=commit, seconds=seconds)
             write_result(folder, known)
-            shutil.rmtree(folder / CELLS / tip.name / run_folder.CHECKPOINTS)
+            shutil.rmtree(cells / leg.tip.name / run_folder.CHECKPOINTS)
         else:
-            on_step(cell.name, (start - done_tokens // per_step + end - start) * per_step)
-        done_tokens = start * per_step
+            on_step(cell.name, (leg.end - done) * per_step)
+        done = leg.start
         found.append(known)
-    shutil.rmtree(folder / CELLS / config.name / run_folder.CHECKPOINTS, ignore_errors=True)
+    shutil.rmtree(cells / config.name / run_folder.CHECKPOINTS, ignore_errors=True)
     return found
 
 
@@ -105,12 +124,14 @@ def _claim(folder: Path, mark: str) -> None:
 
 
 def _go_on(
-    ladder: Ladder, cell: Cell, config: RunConfig, folder: Path, on_phase: Callable[[str], None]
+    ladder: Ladder, cell: Cell, config: RunConfig, folder: Path, on_phase: Callable[[str], None], data: RunData
 ) -> dict[str, Any]:
     """Train to the config's last step, from wherever its folder is."""
     resume = (folder / config.name / run_folder.CONFIG).exists()
     same_start = None if cell.arm is ladder.baseline else _baseline_weights(ladder, cell)
-    return train(config, runs_folder=folder, resume=resume, quiet=True, on_phase=on_phase, initialize=same_start)
+    return train(
+        config, runs_folder=folder, resume=resume, quiet=True, on_phase=on_phase, initialize=same_start, data=data
+    )
 
 
 def _baseline_weights(ladder: Ladder, cell: Cell) -> Callable[[Decoder], None]:
@@ -149,117 +170,117 @@ def _branch_off(root: Path, tip: Path) -> None:
 
 
 def _result(
-    ladder: Ladder, cell: Cell, horizon: Horizon, root: RunConfig, tip: RunConfig, summary: dict[str, Any],
-    folder: Path, ran_alone: bool, seconds: float,
+    ladder: Ladder, cell: Cell, leg: Leg, summary: dict[str, Any], cells: Path, *, ran_alone: bool, commit: str | None,
+    seconds: float,
 ) -> Result:  # fmt: skip
     if summary["valid_loss"] is None:
         raise RunError(
             "a ladder compares validation losses, and this corpus holds nothing out: raise data.corpus.valid_fraction"
         )
     baseline = Cell(rung=cell.rung, arm=ladder.baseline, seed=cell.seed).config()
-    tokens = summary["tokens"]
+    tokens, tip = summary["tokens"], cells / leg.tip.name
+    found = checkpoint.find(tip / run_folder.CHECKPOINTS)
+    environment = json.loads((tip / run_folder.ENVIRONMENT).read_text()) | ({"commit": commit} if commit else {})
+    records = _train_records(tip / run_folder.METRICS)
     return Result(
         rung=cell.rung.name,
         arm=cell.arm.name,
         seed=cell.seed,
-        horizon=horizon.name,
+        horizon=leg.horizon.name,
         loss=summary["valid_loss"],
         bits_per_byte=summary["valid_bits_per_byte"],
+        accuracy=summary.get("valid_accuracy"),
+        exact_match=summary.get("valid_exact_match"),
         tokens=tokens,
-        flops=cost.flops_per_token(tip) * tokens,
+        flops=cost.flops_per_token(leg.tip) * tokens,
         baseline_flops=cost.flops_per_token(baseline) * tokens,
-        parameters=cost.active_parameters(tip),
+        parameters=cost.active_parameters(leg.tip),
         epochs=summary["epochs"],
-        tokens_per_s=_median_speed(folder / CELLS / root.name / run_folder.METRICS),
+        tokens_per_s=_median_speed(_train_records(cells / leg.root.name / run_folder.METRICS)),
         ran_alone=ran_alone,
         skipped_steps=summary["skipped_steps"],
-        lr=tip.optimizer.lr,
-        fingerprint=fingerprint(root, tip),
+        lr=leg.tip.optimizer.lr,
+        fingerprint=leg.fingerprint,
         seconds=seconds,
+        corpus="" if found is None else str(found.state.get("corpus_fingerprint", ""))[:16],
+        environment=environment,
+        max_logits=_thinned_max_logits(records),
+        max_logits_are_bounds=any(any(record.get("max_logit_is_bound", ())) for record in records),
+        clipped_heads=sum(record.get("clipped_heads", 0) for record in records),
     )
 
 
-def _median_speed(metrics: Path) -> float | None:
+def _train_records(metrics: Path) -> list[dict[str, Any]]:
+    return [record for line in metrics.read_text().splitlines() if (record := json.loads(line)).get("kind") == "train"]
+
+
+def _median_speed(records: Sequence[dict[str, Any]]) -> float | None:
     """Of the second half of the steps: the first ones compile and fill caches."""
-    speeds = [
-        record["tokens_per_s"]
-        for line in metrics.read_text().splitlines()
-        if (record := json.loads(line))["kind"] == "train" and record.get("tokens_per_s")
-    ]
+    speeds = [record["tokens_per_s"] for record in records if record.get("tokens_per_s")]
     tail = sorted(speeds[len(speeds) // 2 :])
     return tail[len(tail) // 2] if tail else None
 
 
-# Results on disk ------------------------------------------------------------------------------------------------------
-
-
-def result_path(folder: Path, rung: str, arm: str, seed: int, horizon: str) -> Path:
-    return folder / RESULTS / f"{rung}+{arm}+{seed}+{horizon}.json"
-
-
-def write_result(folder: Path, result: Result) -> None:
-    path = result_path(folder, result.rung, result.arm, result.seed, result.horizon)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}")
-    partial.write_text(json.dumps(asdict(result), indent=1) + "\n")
-    os.replace(partial, path)
-
-
-def read_result(folder: Path, cell: Cell, horizon: Horizon, expected: str) -> Result | None:
-    """The finished result, or None; RunError when it belongs to another design."""
-    path = result_path(folder, cell.rung.name, cell.arm.name, cell.seed, horizon.name)
-    if not path.exists():
-        return None
-    result = Result(**json.loads(path.read_text()))
-    if result.fingerprint != expected:
-        raise RunError(
-            f"{str(path)!r} was measured with another configuration ({result.fingerprint}, now {expected}): "
-            "give the ladder another name, or remove the result to measure it again"
-        )
-    return result
-
-
-def read_results(folder: Path) -> list[Result]:
-    """All of them, whatever the design says now."""
-    return [Result(**json.loads(path.read_text())) for path in sorted((folder / RESULTS).glob("[!.]*.json"))]
-
-
-def points(ladder: Ladder, results: Sequence[Result]) -> list[Point]:
-    """What the fit takes: no held-out rung, and speeds only of runs that had the device for themselves."""
-    fitted = {rung.name for rung in ladder.rungs if not rung.is_held_out}
-    arms = {arm.name for arm in ladder.arms}
-    return [
-        Point(
-            arm=result.arm,
-            rung=result.rung,
-            horizon=result.horizon,
-            seed=result.seed,
-            compute=result.flops,
-            tokens=result.tokens,
-            loss=result.loss,
-            tokens_per_second=result.tokens_per_s if result.ran_alone else None,
-        )
-        for result in results
-        if result.rung in fitted and result.arm in arms
+def _thinned_max_logits(records: Sequence[dict[str, Any]]) -> tuple[tuple[float, float], ...]:
+    """The largest logit of every interval of steps, so that no spike is lost; empty without softmax attention."""
+    seen = [
+        (int(record["step"]), max(values))
+        for record in records
+        if (values := [v for v in record.get("max_logit") or () if isinstance(v, int | float)])
     ]
+    width = max(1, -(-len(seen) // MAX_LOGIT_ENTRIES))
+    groups = [seen[first : first + width] for first in range(0, len(seen), width)]
+    return tuple((group[-1][0], round(max(value for _, value in group), 3)) for group in groups)
+
+
+# What is left to do ---------------------------------------------------------------------------------------------------
 
 
 def unfinished(ladder: Ladder, folder: Path, *, held_out: bool) -> Iterator[Cell]:
     """Cells of which a horizon is missing."""
     for cell in ladder.cells(held_out=held_out):
-        steps, config = cost.schedule(ladder, cell.rung), cell.config()
-        for horizon, start, end in zip(ladder.ordered_horizons(), steps.starts, steps.ends, strict=True):
-            root = trunk(config, steps=start, warmup_steps=steps.warmup_steps)
-            tip = branch(config, horizon=horizon, start=start, steps=end, warmup_steps=steps.warmup_steps)
-            if read_result(folder, cell, horizon, fingerprint(root, tip)) is None:
-                yield cell
-                break
+        if not is_finished(ladder, cell, folder):
+            yield cell
+
+
+def is_finished(ladder: Ladder, cell: Cell, folder: Path) -> bool:
+    return all(read_result(folder, cell, leg.horizon.name, leg.fingerprint) is not None for leg in legs(ladder, cell))
+
+
+def borrow(ladder: Ladder, cells: Iterable[Cell], folder: Path, lenders: Iterable[Path]) -> int:
+    """Take over what folders of other ladders have of these cells; says how many results that were.
+
+    The fingerprint holds everything that decides a result, the weights a run starts from included, so it is the very
+    run that this ladder would repeat.
+    """
+    theirs = {
+        result.fingerprint: (lender.name, result)
+        for lender in lenders
+        if lender.resolve() != folder.resolve() and (lender / RESULTS).is_dir()
+        for result in read_results(lender)
+    }
+    count = 0
+    for cell in cells:
+        for leg in legs(ladder, cell) if theirs else ():
+            if leg.fingerprint in theirs and read_result(folder, cell, leg.horizon.name, leg.fingerprint) is None:
+                lender_name, result = theirs[leg.fingerprint]
+                write_result(folder, borrowed(result, cell, leg.horizon.name, lender_name))
+                count += 1
+    return count
 
 
 def run_ladder(
-    ladder: Ladder, folder: Path, *, held_out: bool = False, on_step: OnStep = lambda name, tokens: None
+    ladder: Ladder,
+    folder: Path,
+    *,
+    cells: Iterable[Cell] | None = None,
+    held_out: bool = False,
+    scratch: Path | None = None,
+    commit: str | None = None,
+    on_step: OnStep = lambda name, tokens: None,
 ) -> Sequence[Result]:
     """Every missing cell, one after the other in this process."""
-    for cell in list(unfinished(ladder, folder, held_out=held_out)):
-        run_cell(ladder, cell, folder, ran_alone=True, on_step=on_step)
+    todo = unfinished(ladder, folder, held_out=held_out) if cells is None else cells
+    for cell in list(todo):
+        run_cell(ladder, cell, folder, ran_alone=True, scratch=scratch, commit=commit, on_step=on_step)
     return read_results(folder)

@@ -11,7 +11,7 @@ from perilune.model.moe import MoEConfig
 
 LayerType = Literal["kda", "mla"]
 ComputeDtype = Literal["float32", "bfloat16", "float64"]
-Residual = Literal["plain", "attnres", "block_attnres"]
+Residual = Literal["plain", "scalars", "attnres", "block_attnres"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from perilune.model.kda import KimiDeltaAttention
 from perilune.model.linear import Linear, RMSNorm, SwiGLU, has_hooks
 from perilune.model.mla import LatentAttention
 from perilune.model.moe import Experts, MixtureOfExperts, Router
-from perilune.model.residual import AttentionResidual, Stream, attnres_stream, plain_stream
+from perilune.model.residual import AttentionResidual, ResidualScalars, Stream, attnres_stream, plain_stream
 from perilune.optim.matrices import Adam, Layout
 
 
@@ -42,11 +42,14 @@ class DecoderLayer(nn.Module):
             self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        if config.residual != "plain":
+        self.res_scalars = ResidualScalars() if config.residual == "scalars" else None
+        if config.residual in ("attnres", "block_attnres"):
             self.attn_res = AttentionResidual(config.hidden_size, eps=config.rms_norm_eps)
             self.mlp_res = AttentionResidual(config.hidden_size, eps=config.rms_norm_eps)
 
     def forward(self, stream: Stream, packing: Packing, cache: KDACache | MLACache | None = None) -> Stream:
+        if self.res_scalars is not None:
+            stream = stream.rescaled(self.res_scalars)
         h, stream = stream.read(self.input_layernorm)
         stream = stream.write(self.self_attn(h, packing, cache))
         h, stream = stream.read(self.post_attention_layernorm)
@@ -62,7 +65,7 @@ class Decoder(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, index) for index in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        if config.residual != "plain":
+        if config.residual in ("attnres", "block_attnres"):
             self.out_res = AttentionResidual(config.hidden_size, eps=config.rms_norm_eps)
         self.lm_head = None if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size)
         # In the order they were made, which is reading order; a plain list, so nothing is registered twice.
@@ -174,8 +177,8 @@ class Decoder(nn.Module):
         return table(tokens_BT).to(self.compute_dtype)
 
     def _open(self, embedding: Tensor) -> Stream:
-        if self.config.residual == "plain":
-            return plain_stream(embedding)
+        if self.config.residual in ("plain", "scalars"):
+            return plain_stream(embedding, scalars=self.config.residual == "scalars")
         block = 1 if self.config.residual == "attnres" else self.config.block_sublayers
         return attnres_stream(embedding, self._sites, block_sublayers=block)
 

@@ -6,12 +6,16 @@
     o       = kda(q, k, v, g, beta)            the delta-rule recurrence of kernels/kda
     y       = W_o (RMSNorm_D(o) * w_o * sigmoid(W_gb W_ga x))
 
+With `decay="head"` one number per head decides the decay of all its channels (the gate of Mamba-2 and Gated DeltaNet):
+what the decay per channel buys is measured against it.
+
 A_log, dt_bias, the convolutions and the output norm stay float32 in every precision.
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +30,8 @@ from perilune.model.kda_inputs import KDAInputs, kda_inputs
 from perilune.model.linear import Linear, RMSNorm, are_plain, at_least_float32, takes_one_product
 from perilune.optim.matrices import Adam, ColumnBlocks, Layout, RowBlocks
 
+Decay = Literal["channel", "head"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class KDAConfig:
@@ -38,6 +44,8 @@ class KDAConfig:
     """Output gate W_g of full rank instead of W_gb W_ga (Kimi K3)."""
     allow_neg_eigval: bool = False
     """beta in [0, 2] instead of [0, 1]."""
+    decay: Decay = "channel"
+    """Whether every key channel forgets at its own rate, or all of a head at one: an ablation, not for export."""
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "head_dim", "short_conv_kernel_size"):
@@ -48,6 +56,8 @@ class KDAConfig:
                 f"kda.gate_lower_bound must be negative (a bound on the log decay, e.g. -5.0) or None for the softplus "
                 f"gate, got {self.gate_lower_bound!r}"
             )
+        if self.decay not in get_args(Decay):
+            raise ValueError(f"kda.decay is {self.decay!r}, expected one of {', '.join(get_args(Decay))}")
 
 
 class KimiDeltaAttention(nn.Module):
@@ -63,9 +73,10 @@ class KimiDeltaAttention(nn.Module):
         self.v_proj = Linear(hidden_size, dim)
         self.conv_weight = nn.Parameter(torch.empty(3 * dim, config.short_conv_kernel_size))
         self.f_a_proj = Linear(hidden_size, config.head_dim)
-        self.f_b_proj = Linear(config.head_dim, dim)
+        num_decays = dim if config.decay == "channel" else config.num_heads
+        self.f_b_proj = Linear(config.head_dim, num_decays)
         self.A_log = nn.Parameter(torch.empty(config.num_heads))
-        self.dt_bias = nn.Parameter(torch.empty(dim))
+        self.dt_bias = nn.Parameter(torch.empty(num_decays))
         self.b_proj = Linear(hidden_size, config.num_heads)
         if config.use_full_rank_gate:
             self.g_proj = Linear(hidden_size, dim)
@@ -90,9 +101,17 @@ class KimiDeltaAttention(nn.Module):
         self.dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # inverse of softplus
 
     def gate(self) -> SoftplusGate | BoundedGate:
+        bias = self._per_channel(self.dt_bias)
         if self.config.gate_lower_bound is None:
-            return SoftplusGate(A_log=self.A_log, dt_bias=self.dt_bias)
-        return BoundedGate(A_log=self.A_log, dt_bias=self.dt_bias, lower_bound=self.config.gate_lower_bound)
+            return SoftplusGate(A_log=self.A_log, dt_bias=bias)
+        return BoundedGate(A_log=self.A_log, dt_bias=bias, lower_bound=self.config.gate_lower_bound)
+
+    def _per_channel(self, rows: Tensor) -> Tensor:
+        """[H * D, ...] from [H, ...] where a head has one decay: its channels get the same numbers, and one gradient.
+
+        So every path of the operator, and its kernels, compute it without knowing.
+        """
+        return rows if self.config.decay == "channel" else rows.repeat_interleave(self.config.head_dim, dim=0)
 
     def forward(self, x_BTD: Tensor, packing: Packing, cache: KDACache | None = None) -> Tensor:
         if cache is not None and cache.state is not None and cache.conv is not None and x_BTD.shape[1] == 1:
@@ -132,6 +151,8 @@ class KimiDeltaAttention(nn.Module):
         """(q, k and v side by side before the convolution, gate input, beta's logits, output gate)"""
         qkv = torch.cat([self.q_proj(x_BTD), self.k_proj(x_BTD), self.v_proj(x_BTD)], dim=-1)
         gate_input = self.f_b_proj(self.f_a_proj(x_BTD))
+        if self.config.decay == "head":
+            gate_input = gate_input.repeat_interleave(self.config.head_dim, dim=-1)
         beta = self.b_proj(x_BTD)
         output_gate = self.g_proj(x_BTD) if self.config.use_full_rank_gate else self.g_b_proj(self.g_a_proj(x_BTD))
         return qkv, gate_input, beta, output_gate
@@ -171,7 +192,7 @@ class KimiDeltaAttention(nn.Module):
             x_BTD,
             qkv_weights=(self.q_proj.weight, self.k_proj.weight, self.v_proj.weight),
             conv_weight=self.conv_weight,
-            gate_weights=(self.f_a_proj.weight, self.f_b_proj.weight),
+            gate_weights=(self.f_a_proj.weight, self._per_channel(self.f_b_proj.weight)),
             output_gate_weights=gates,
             beta_weight=self.b_proj.weight,
             cu_seqlens=cu_seqlens,

@@ -3,9 +3,11 @@
 Sublayers (attention and MLP each count as one) read their input from the stream and write their output to it:
 
     plain    h_l = v_0 + v_1 + ... + v_{l-1}                             v_0 the embedding, v_i the output of sublayer i
+    scalars  plain, with h <- s h + e v_0 before every layer             two learned numbers a layer, 1 and 0 at first
     attnres  h_l = sum_i a_i v_i,   a = softmax_i(w_l . RMSNorm_g(v_i))   one learned query w_l and gain g_l per reader
     block    the same over block sums b_0 = v_0, b_1, ..., and the running sum of the open block
 
+Scalars are those of modded-nanogpt and nanochat: the strengthened baseline that Attention Residuals have to beat.
 Queries start at zero, so the mix starts as the mean: with the pre-norm that follows, the network starts as the plain
 one. A block is closed by moving its running sum into the bank *before* the next mix (the embedding is "block 0",
 counted once). Full Attention Residuals are blocks of one sublayer.
@@ -51,6 +53,18 @@ class AttentionResidual(nn.Module):
         return {"query": Adam(), "gain": Adam()}
 
 
+class ResidualScalars(nn.Module):
+    """What a layer does to the plain sum before it reads: s h + e v_0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sum_scale = nn.Parameter(torch.ones(()))
+        self.embedding_scale = nn.Parameter(torch.zeros(()))
+
+    def logical_matrices(self) -> Mapping[str, Layout]:
+        return {"sum_scale": Adam(), "embedding_scale": Adam()}
+
+
 class Stream(NamedTuple):
     """The state of the residual path between two sublayers. A value: reading and writing return new streams."""
 
@@ -67,6 +81,8 @@ class Stream(NamedTuple):
     ahead: tuple[tuple[Tensor, ...], tuple[Tensor, ...]] | None = None
     """Phase 1 of the open block: for each of its sites, the output over the bank and the log-sum-exp."""
     eps: float = 1e-6
+    embedding: Tensor | None = None
+    """Of the path with scalars: what they add again."""
     fused: bool = False
     """Addition, mix and norm run as one kernel. Decided once: the gradients of the bank take another way then."""
     fused_bank: "Bank | None" = None
@@ -92,6 +108,13 @@ class Stream(NamedTuple):
     def write(self, output: Tensor) -> "Stream":
         assert self.pending is None, "written twice without a read"
         return self._replace(pending=output)
+
+    def rescaled(self, scalars: ResidualScalars) -> "Stream":
+        """The plain sum times one number, plus the embedding times another."""
+        stream = self._added()
+        assert stream.running is not None and stream.embedding is not None
+        running = scalars.sum_scale * stream.running + scalars.embedding_scale * stream.embedding
+        return stream._replace(running=running)
 
     def _added(self) -> "Stream":
         if self.pending is None:
@@ -169,8 +192,10 @@ class Stream(NamedTuple):
         )  # fmt: skip
 
 
-def plain_stream(embedding: Tensor) -> Stream:
-    return Stream(bank=(), running=embedding, queries=(), fused=takes_triton(embedding))
+def plain_stream(embedding: Tensor, *, scalars: bool = False) -> Stream:
+    """scalars: layers rescale it, and need the embedding again."""
+    kept = embedding if scalars else None
+    return Stream(bank=(), running=embedding, queries=(), embedding=kept, fused=takes_triton(embedding))
 
 
 def attnres_stream(

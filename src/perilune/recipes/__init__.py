@@ -7,12 +7,14 @@ import difflib
 from collections.abc import Callable
 
 from perilune.recipes.pretrain import base, micro, nano, nano_adamw, nano_moe, small
+from perilune.recipes.probes import mqar, palindrome, stack
 from perilune.train.run_config import RunConfig
 
 __all__ = ["RECIPES", "UnknownRecipe", "recipe"]
 
 RECIPES: dict[str, Callable[[], RunConfig]] = {
-    function.__name__: function for function in (micro, nano, nano_adamw, nano_moe, small, base)
+    function.__name__: function
+    for function in (micro, nano, nano_adamw, nano_moe, small, base, mqar, palindrome, stack)
 }
 
 

@@ -1,18 +1,40 @@
-"""Scaling ladders by name: functions that compose rungs, arms, seeds and horizons."""
+"""Scaling ladders by name: functions that compose rungs, arms, seeds and horizons.
+
+`tiny` runs anywhere in half a minute. The others are for one GPU: widths 128, 192 and 256, and 320 held out, 8 layers
+each (ladder/dial.py has the rules). They share their rungs, so that a run which two of them ask for is trained once.
+Their text lies in .cache/corpus unless `--set data.corpus.source=PATH` says otherwise.
+"""
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 from perilune.data import CorpusConfig
+from perilune.data.probes import TASKS
+from perilune.ladder import dial
 from perilune.ladder.design import Arm, Horizon, Ladder, Rung
 from perilune.model import KDAConfig, MLAConfig, ModelConfig
+from perilune.recipes.probes import probe_ladder
 from perilune.train import DataConfig, RunConfig, TrainerConfig
+
+CORPUS = ".cache/corpus"
+WIDTHS, HELD_OUT_WIDTH = (128, 192, 256), 320
+
+ALL_MLA = ("mla",) * dial.LAYERS
+ALL_KDA = ("kda",) * dial.LAYERS
+ONE_TO_ONE = ("kda", "mla") * (dial.LAYERS // 2)
+THREE_TO_ONE = ("kda", "kda", "kda", "mla") * (dial.LAYERS // 4)
+SEVEN_TO_ONE = ("kda",) * (dial.LAYERS - 1) + ("mla",)
+BLOCK = {"model.residual": "block_attnres", "model.block_sublayers": 4}  # size 4 of the paper's ablation, 4 blocks here
 
 
 def tiny() -> Ladder:
     """MuonClip against AdamW in half a minute on one core, on a generated corpus: to see that a ladder works."""
+    rungs = [Rung(name=f"w{width}", config=_tiny_rung(width)) for width in (16, 24, 32)]
     return Ladder(
         name="tiny",
-        rungs=tuple(Rung(name=f"w{width}", config=_tiny_rung(width)) for width in (16, 24, 32)),
+        question="Does a ladder work on this machine? MuonClip against AdamW on a generated corpus.",
+        rungs=(*rungs, Rung(name="w40", config=_tiny_rung(40), is_held_out=True)),
         arms=(
             Arm(name="adamw", changes={"optimizer.kind": "adamw", "optimizer.lr": 1e-2}),
             Arm(name="muonclip", changes={"optimizer.kind": "muonclip", "optimizer.lr": 2e-2}),
@@ -42,4 +64,107 @@ def _tiny_rung(width: int) -> RunConfig:
     )
 
 
-LADDERS: dict[str, Callable[[], Ladder]] = {"tiny": tiny}
+def muon() -> Ladder:
+    """MuonClip against AdamW: full attention, plain residuals, both with a tuned learning rate."""
+    return _ladder(
+        "muon",
+        "What does MuonClip buy over AdamW, both with tuned learning rates?",
+        Arm(name="adamw", changes={"model.layer_types": ALL_MLA, "optimizer.kind": "adamw"}),
+        Arm(name="muonclip", changes={"model.layer_types": ALL_MLA}),
+    )
+
+
+def attention() -> Ladder:
+    """Patterns of Kimi Delta Attention and full attention (MLA) at equal tokens, with MuonClip."""
+    patterns = {"mla": ALL_MLA, "3to1": THREE_TO_ONE, "1to1": ONE_TO_ONE, "7to1": SEVEN_TO_ONE, "kda": ALL_KDA}
+    return _ladder(
+        "attention",
+        "What does Kimi Linear (KDA to MLA 3:1) buy over full attention, and what do other patterns?",
+        *(Arm(name=name, changes={"model.layer_types": pattern}) for name, pattern in patterns.items()),
+    )
+
+
+def residual() -> Ladder:
+    """Block and full Attention Residuals against plain ones, and against plain ones with scalars, on Kimi Linear."""
+    return _ladder(
+        "residual",
+        "What do block and full Attention Residuals buy over plain ones, and over plain ones with learned scalars?",
+        Arm(name="plain", changes=_kimi_linear({})),
+        # The strengthened baseline: its gain may hold part of what Attention Residuals buy.
+        Arm(name="scalars", changes=_kimi_linear({"model.residual": "scalars"})),
+        Arm(name="block", changes=_kimi_linear(BLOCK)),
+        Arm(name="full", changes=_kimi_linear({"model.residual": "attnres"})),
+    )
+
+
+def together() -> Ladder:
+    """MuonClip, Kimi Linear and block Attention Residuals: each alone, and all three."""
+    mla = {"model.layer_types": ALL_MLA}
+    adamw = {"optimizer.kind": "adamw"}
+    return _ladder(
+        "together",
+        "Do the gains of MuonClip, Kimi Linear and Attention Residuals multiply?",
+        Arm(name="none", changes={**mla, **adamw}),
+        Arm(name="muon", changes=mla),
+        Arm(name="linear", changes=_kimi_linear(adamw)),
+        Arm(name="attnres", changes={**mla, **BLOCK, **adamw}),
+        Arm(name="all", changes=_kimi_linear(BLOCK)),
+        combinations={"all": ("muon", "linear", "attnres")},
+    )
+
+
+def qk_clip() -> Ladder:
+    """QK-Clip off, at 100 and at 30, with a learning rate eight times that of the dial: do logits grow, does it harm?
+
+    All layers are MLA, and what AdamW trains keeps the dial's learning rate.
+    """
+    rungs = tuple(dial.rung(width, source=CORPUS) for width in WIDTHS)
+    hot = {
+        rung.name: {"optimizer.lr": 8 * rung.config.optimizer.lr, "optimizer.adam_lr": rung.config.optimizer.lr}
+        for rung in rungs
+    }
+    return Ladder(
+        name="qk_clip",
+        question="What does QK-Clip do to attention logits at a learning rate that makes them grow, and to the loss?",
+        rungs=rungs,
+        arms=tuple(
+            Arm(
+                name=name,
+                changes={
+                    "model.layer_types": ALL_MLA,
+                    "optimizer.qk_clip_tau": tau,
+                    "optimizer.exact_logits_above": 10.0,
+                },
+                by_rung=hot,
+            )
+            for name, tau in (("off", None), ("tau100", 100.0), ("tau30", 30.0))
+        ),
+        horizons=dial.HORIZONS[:1],
+        decay_fraction=dial.DECAY_FRACTION,
+        warmup_fraction=dial.WARMUP_FRACTION,
+    )
+
+
+def _kimi_linear(changes: dict[str, Any]) -> dict[str, Any]:
+    return {"model.layer_types": THREE_TO_ONE, **changes}
+
+
+def _ladder(name: str, question: str, *arms: Arm, combinations: dict[str, tuple[str, ...]] | None = None) -> Ladder:
+    return Ladder(
+        name=name,
+        question=question,
+        rungs=(
+            *(dial.rung(width, source=CORPUS) for width in WIDTHS),
+            dial.rung(HELD_OUT_WIDTH, source=CORPUS, is_held_out=True),
+        ),
+        arms=arms,
+        horizons=dial.HORIZONS,
+        decay_fraction=dial.DECAY_FRACTION,
+        warmup_fraction=dial.WARMUP_FRACTION,
+        combinations=combinations or {},
+    )
+
+
+LADDERS: dict[str, Callable[[], Ladder]] = {
+    function.__name__: function for function in (tiny, muon, attention, residual, together, qk_clip)
+} | {f"probe-{task}": partial(probe_ladder, task) for task in TASKS}

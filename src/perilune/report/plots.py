@@ -71,9 +71,11 @@ DARK = Theme(
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """One line. Values that are not finite (or beyond 1e100) leave a gap.
+    """One line. Values that are not finite (or beyond 1e100) leave a gap. An empty name gives no label.
 
     faint: drawn thin and unlabelled behind the others (raw values behind their mean). points: a mark at each value.
+    joined: whether a line runs through the values, or they are marks alone. hollow: marks are rings.
+    low, high: ends of an interval about each value, drawn as a vertical line; values that are not finite have none.
     colour: number in the theme's palette; by default the next one in order.
     """
 
@@ -82,6 +84,10 @@ class Series:
     y: Sequence[float]
     faint: bool = False
     points: bool = False
+    joined: bool = True
+    hollow: bool = False
+    low: Sequence[float] = ()
+    high: Sequence[float] = ()
     colour: int | None = None
 
 
@@ -100,6 +106,9 @@ class Plot:
     y_label: str
     series: Sequence[Series]
     log_y: bool = False
+    log_x: bool = False
+    x_names: Sequence[str] = ()
+    """Names for x = 0, 1, ...: the axis counts things instead of measuring."""
     from_zero: bool = False
     thresholds: Sequence[Threshold] = field(default=())
     caption: str = ""
@@ -264,10 +273,17 @@ def _draw_series(axes: Axes, plot: Plot, theme: Theme) -> list[tuple[float, str,
         style: dict[str, Any] = {"linewidth": 1.7, "zorder": 4}
         if series.faint:
             style = {"linewidth": 0.8, "alpha": 0.35, "zorder": 3}
-        if series.points or len(finite) == 1:
+        if series.points or not series.joined or len(finite) == 1:
             style |= {"marker": "o", "markersize": 4.0 if len(x) <= 60 else 2.5}
+        if not series.joined:
+            style |= {"linestyle": "none", "markersize": 3.0 if series.faint else 5.0}
+        if series.hollow:
+            style |= {"markerfacecolor": "none", "markersize": 8.0}
         axes.plot(x, y, color=colour, solid_joinstyle="round", solid_capstyle="round", **style)
-        if not series.faint:
+        for place, low, high in zip(series.x, series.low, series.high):
+            if math.isfinite(low) and math.isfinite(high):
+                axes.plot([place, place], [low, high], color=colour, linewidth=1.5, marker="_", markersize=7, zorder=4)
+        if not series.faint and series.name:
             labels.append((float(finite[-1]), series.name, colour))
     return labels
 
@@ -293,8 +309,20 @@ def _set_scale(axes: Axes, plot: Plot) -> None:
 
 def _set_style(axes: Axes, plot: Plot, theme: Theme) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
+    axes.margins(x=0.01)
+    if plot.log_x:
+        values = [x for series in plot.series for x in series.x if math.isfinite(x) and x > 0]
+        axes.set_xscale("log")
+        wide = bool(values) and max(values) > 100 * min(values)
+        axes.xaxis.set_major_locator(LogLocator(subs=(1.0,) if wide else (1.0, 2.0, 5.0)))
+        axes.xaxis.set_minor_locator(LogLocator(subs=()))
+        if values:
+            axes.set_xlim(min(values) / 1.15, max(values) * 1.15)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(FuncFormatter(lambda value, _: compact(value)))
+    if plot.x_names:
+        axes.set_xticks(range(len(plot.x_names)), plot.x_names, parse_math=False)
+        axes.set_xlim(-0.5, len(plot.x_names) - 0.5)
     axes.grid(axis="y", color=theme.grid, linewidth=0.8)
     axes.set_axisbelow(True)
     for side in ("top", "right", "left"):
@@ -304,7 +332,6 @@ def _set_style(axes: Axes, plot: Plot, theme: Theme) -> None:
     axes.tick_params(axis="x", colors=theme.muted, labelsize=8.5, length=3, width=0.8)
     axes.tick_params(axis="y", colors=theme.muted, labelsize=8.5, length=0)
     axes.set_xlabel(plot.x_label, color=theme.muted, fontsize=9, parse_math=False)
-    axes.margins(x=0.01)
 
 
 def _place(axes: Axes, labels: list[tuple[float, str, str]]) -> None:

@@ -1,8 +1,8 @@
-"""What a model is worth at a step: bits per byte on held-out text, and continuations of a few prompts.
+"""What a model is worth at a step: bits per byte on held-out text, answers of a probe, continuations of a few prompts.
 
     bits per byte = sum over targets of -log2 p(target) / bytes of text the targets stand for
 
-It does not depend on the vocabulary, so models with different tokenizers compare. Both functions leave the model in the
+It does not depend on the vocabulary, so models with different tokenizers compare. All functions leave the model in the
 mode they found it, and touch neither attention statistics nor router biases: those only move in training mode.
 """
 
@@ -11,7 +11,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from perilune.data.packing import ValidationSet
+from perilune.data.packing import IGNORED, ValidationSet
+from perilune.data.probes import ProbeRows
 from perilune.data.tokenizer import Tokenizer
 from perilune.model import Decoder, SamplingConfig, generate
 from perilune.train import ranks
@@ -24,7 +25,7 @@ def bits_per_byte(nats: float, num_bytes: float) -> float:
 
 @torch.no_grad()
 def validate(
-    model: Decoder, valid: ValidationSet, *, rows: int, micro_batch_rows: int, device: torch.device
+    model: Decoder, valid: ValidationSet | ProbeRows, *, rows: int, micro_batch_rows: int, device: torch.device
 ) -> dict[str, float]:
     """Loss per token and bits per byte over the first `rows` rows of the validation set (or all it has)."""
     world = ranks.world_size()
@@ -43,6 +44,36 @@ def validate(
         model.train(was_training)
     nats_total, num_targets, num_bytes = ranks.sum_over_ranks(sums).tolist()
     return {"loss": nats_total / max(1.0, num_targets), "bits_per_byte": bits_per_byte(nats_total, num_bytes)}
+
+
+@torch.no_grad()
+def answer_accuracy(
+    model: Decoder, valid: ProbeRows, *, rows: int, micro_batch_rows: int, device: torch.device
+) -> dict[str, float]:
+    """Share of answers that are the most likely token, and of rows in which all of them are.
+
+    Every answer is given with the right ones before it in view, as in training.
+    """
+    world = ranks.world_size()
+    padded_rows = -(-rows // world) * world
+    sums = torch.zeros(4, dtype=torch.float64, device=device)
+    was_training = model.training
+    model.eval()
+    try:
+        for batch in micro_batches(
+            valid, first_row=0, rows=padded_rows, micro_batch_rows=micro_batch_rows, device=device
+        ):
+            asked = batch.targets_BT[0] != IGNORED
+            hidden = model.hidden(batch.tokens_BT, cu_seqlens=batch.cu_seqlens)[0, asked]
+            right = model.logits(hidden).argmax(-1) == batch.targets_BT[0, asked]
+            row = torch.arange(len(asked), device=device)[asked] // valid.seq_len
+            wrong_in_row = torch.zeros(len(asked) // valid.seq_len, device=device).index_add_(0, row, (~right).float())
+            counts = [right.sum(), right.numel(), (wrong_in_row == 0).sum(), wrong_in_row.numel()]
+            sums += torch.stack([torch.as_tensor(count, dtype=torch.float64, device=device) for count in counts])
+    finally:
+        model.train(was_training)
+    num_right, num_asked, num_whole, num_rows = ranks.sum_over_ranks(sums).tolist()
+    return {"accuracy": num_right / max(1.0, num_asked), "exact_match": num_whole / max(1.0, num_rows)}
 
 
 def continuations(

@@ -29,6 +29,8 @@ class OptimizerConfig:
     float32; name one to compare machines."""
     qk_clip_tau: float | None = 100.0
     """Attention logit above which QK-Clip shrinks a head; None: only record (on a GPU, upper bounds)."""
+    exact_logits_above: float | None = None
+    """Record exact maxima above this where QK-Clip's threshold is higher, or off; a GPU bounds the others."""
 
     def __post_init__(self) -> None:
         if self.kind not in ("muonclip", "adamw"):
@@ -110,6 +112,9 @@ def build_optimization(model: nn.Module, config: OptimizerConfig) -> Optimizatio
     heads = find_heads(model)
     # An infinite threshold never clips, and the statistics are still read and reset every step.
     tau = (math.inf if config.qk_clip_tau is None else config.qk_clip_tau) if heads else None
+    if config.exact_logits_above is not None:
+        for layer in heads.values():
+            layer.recorder.want(config.exact_logits_above)
     if config.kind == "muonclip":
         dtype = None if config.orthogonalize_dtype == "auto" else getattr(torch, config.orthogonalize_dtype)
         optimizer = MuonClip.for_model(

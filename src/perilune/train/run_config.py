@@ -67,6 +67,8 @@ class TrainerConfig:
 class RunConfig:
     name: str
     seed: int = 0
+    start_from: str | None = None
+    """Folder of a run whose weights this one starts from; the optimizer starts anew."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)

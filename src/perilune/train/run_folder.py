@@ -127,7 +127,7 @@ def fingerprints(data: RunData) -> dict[str, str]:
 
 def check_same_run(saved: Mapping[str, Any], config: RunConfig, data: RunData) -> list[str]:
     """RunError when the checkpoint belongs to another run; else the harmless differences, for the person to read."""
-    changed = list(differences(saved["config"], to_plain(config)))
+    changed = list(differences(_with_new_fields(saved["config"]), to_plain(config)))
     fatal = [line for line in changed if any(_within(line.split(":")[0], field) for field in FIXED_FIELDS)]
     if fatal:
         raise RunError(
@@ -144,6 +144,14 @@ def check_same_run(saved: Mapping[str, Any], config: RunConfig, data: RunData) -
                 f"{theirs[:12]!r}: the {named} changed since; restore it, or start a new run"
             )
     return changed
+
+
+def _with_new_fields(saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A config of a checkpoint, with the defaults of fields that came after it was written: they change nothing."""
+    try:
+        return to_plain(from_plain(RunConfig, saved))
+    except (ValueError, TypeError):
+        return saved  # of another version; the comparison names what differs
 
 
 def _within(name: str, field: str) -> bool:
@@ -163,7 +171,8 @@ def load_run(folder: str | Path, *, device: str | torch.device = "cpu") -> tuple
             f"{str(folder / TOKENIZER)!r} has fingerprint {tokenizer.fingerprint[:12]!r}, but the checkpoint was "
             f"trained with {found.state['tokenizer_fingerprint'][:12]!r}: put the tokenizer of the run back"
         )
-    changed = list(differences(found.state["config"]["model"], to_plain(config)["model"], "model"))
+    saved = _with_new_fields(found.state["config"])
+    changed = list(differences(saved["model"], to_plain(config)["model"], "model"))
     if changed:
         raise RunError(
             f"{str(folder / CONFIG)!r} describes another model than the checkpoint: {'; '.join(changed)} "
@@ -172,6 +181,23 @@ def load_run(folder: str | Path, *, device: str | torch.device = "cpu") -> tuple
     model = build_model(config, torch.device(device))
     checkpoint.restore_model(found.folder, model)
     return model.eval(), tokenizer, config
+
+
+MAY_CHANGE = ("model.mla.rope", "model.compute_dtype")
+"""What of a model may differ from that whose weights it starts from: positions are extended without new weights."""
+
+
+def load_weights(folder: str | Path, model: Decoder, config: RunConfig) -> None:
+    """Give a new model the weights of another run; RunError unless it is the same model."""
+    source = read_config(Path(folder))
+    found = checkpoint.find(Path(folder) / CHECKPOINTS)
+    if found is None:
+        raise RunError(f"start_from is {str(folder)!r}, which has no checkpoint yet: train it first")
+    changed = differences(to_plain(source)["model"], to_plain(config)["model"], "model")
+    fatal = [line for line in changed if not any(_within(line.split(":")[0], field) for field in MAY_CHANGE)]
+    if fatal:
+        raise RunError(f"start_from {str(folder)!r} is another model: {'; '.join(fatal)} (there -> here)")
+    checkpoint.restore_model(found.folder, model)
 
 
 def build_model(config: RunConfig, device: torch.device) -> Decoder:

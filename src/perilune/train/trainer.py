@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from perilune.data.packing import PackedDataset
+from perilune.data.probes import ProbeRows
 from perilune.model import Decoder, SamplingConfig
 from perilune.model.linear import RMSNorm, SwiGLU
 from perilune.optim import MuonClip
@@ -27,7 +29,7 @@ from perilune.train import checkpoint, random_state, ranks, run_folder, sinks
 from perilune.train.batches import MicroBatch, RunData, micro_batches, open_data
 from perilune.train.checkpoint import OnPhase
 from perilune.train.config_file import to_plain
-from perilune.train.evaluate import bits_per_byte, continuations, validate
+from perilune.train.evaluate import answer_accuracy, bits_per_byte, continuations, validate
 from perilune.train.interrupt import Interrupted, StopRequest
 from perilune.train.metrics import Throughput, peak_memory_bytes
 from perilune.train.optimizer import Optimization, build_optimization
@@ -80,12 +82,14 @@ def train(
     quiet: bool = False,
     on_phase: OnPhase = lambda phase: None,
     initialize: Callable[[Decoder], None] | None = None,
+    data: RunData | None = None,
 ) -> dict[str, Any]:
     """Train to `config.trainer.steps`, write checkpoints, metrics and the report, and return the summary.
 
     Raises Interrupted (a SystemExit) after saving when asked to stop, TrainingStopped when the numbers broke for good,
     RunError or CheckpointError with one clear sentence when the folder, the data or the disk do not allow it.
     `on_phase` is told the name of every phase as it is reached. `initialize` may change the weights of a new model.
+    `data` is what `config.data` and the seed give, where the caller has opened it already.
     """
     folder = Path(runs_folder) / config.name
     with (
@@ -97,6 +101,7 @@ def train(
             quiet=quiet,
             on_phase=on_phase,
             initialize=initialize,
+            data=data,
         ) as run,
         StopRequest(run.outputs.say_stopping) as stop,
     ):
@@ -225,8 +230,8 @@ def introduction(run: Run) -> str:
     lines = [
         f"{config.name}: {run.model.num_parameters():,} parameters ({run.model.num_parameters(active=True):,} active), "
         f"layers {' '.join(config.model.layer_pattern())}, {config.model.residual} residuals, on {run.device}",
-        f"data: {train.store.num_tokens:,} tokens, {config.trainer.steps * config.trainer.global_batch_rows:,} rows of "
-        f"{config.data.seq_len} to train on ({train.rows_per_epoch:,.0f} an epoch)",
+        f"data: {_described(train)}, {config.trainer.steps * config.trainer.global_batch_rows:,} rows of "
+        f"{config.data.seq_len} to train on",
     ]
     if skipped := run.data.corpus.skipped:
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(skipped.items()))
@@ -241,16 +246,19 @@ def introduction(run: Run) -> str:
     return "\n".join(lines)
 
 
+def _described(train: PackedDataset | ProbeRows) -> str:
+    if isinstance(train, ProbeRows):
+        return f"the probe {train.config.task}, new rows without end"
+    return f"{train.store.num_tokens:,} tokens ({train.rows_per_epoch:,.0f} rows an epoch)"
+
+
 def write_validation(run: Run) -> None:
     settings = run.config.trainer
     if run.data.valid is not None:
-        result = validate(
-            run.model,
-            run.data.valid,
-            rows=settings.eval_rows,
-            micro_batch_rows=settings.micro_batch_rows,
-            device=run.device,
-        )
+        how = {"rows": settings.eval_rows, "micro_batch_rows": settings.micro_batch_rows, "device": run.device}
+        result = validate(run.model, run.data.valid, **how)
+        if isinstance(run.data.valid, ProbeRows):
+            result |= answer_accuracy(run.model, run.data.valid, **how)
         run.outputs.write({"kind": "valid", "step": run.position.step, **result})
     run.on_phase("step:validated")
 
@@ -332,6 +340,8 @@ def finish(run: Run) -> dict[str, Any]:
         "samples": [{"prompt": r["prompt"], "text": r["text"]} for r in records if r["kind"] == "sample"],
         "report": None,
     }
+    if run.config.data.probe is not None:
+        summary |= {f"valid_{name}": last["valid"].get(name) for name in ("accuracy", "exact_match")}
     if run.config.trainer.report:
         from perilune.report import write_training_report  # loads the plotting library: only when there is a plot
 
@@ -379,6 +389,7 @@ def prepared(
     quiet: bool,
     on_phase: OnPhase,
     initialize: Callable[[Decoder], None] | None = None,
+    data: RunData | None = None,
 ) -> Iterator[Run]:
     """Every part of the run, brought to where its checkpoint left it; leaving closes its files and frees its folder.
 
@@ -390,9 +401,12 @@ def prepared(
         sinks.check_installed(config.trainer)
         device = pick_device(config.trainer.device)
         random_state.seed_everything(config.seed)
-        with DataProgress(quiet=quiet or ranks.rank() != 0) as progress:
-            data = open_data(config.data, seed=config.seed, progress=progress)
+        if data is None:
+            with DataProgress(quiet=quiet or ranks.rank() != 0) as progress:
+                data = open_data(config.data, seed=config.seed, progress=progress)
         model = run_folder.build_model(config, device)
+        if config.start_from is not None and not resume:
+            run_folder.load_weights(config.start_from, model, config)
         if initialize is not None:
             initialize(model)
         optimization = build_optimization(model, config.optimizer)
