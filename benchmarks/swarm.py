@@ -291,8 +291,23 @@ async def screen() -> list[Measured]:
     ]  # fmt: skip
 
 
+async def workers() -> list[Measured]:
+    """Two Ray workers and PostgreSQL, one of them killed."""
+    from swarm_ray import lose_workers
+
+    lost = await lose_workers()
+    return [
+        Measured(metric="slowest reclaim", unit="s", ours=lost.slowest_reclaim, bar=10),
+        Measured(metric="calls of tools made twice", unit="", ours=lost.tools_run_twice, bar=0),
+        Measured(metric="model calls beyond needed and in flight", unit="", ours=lost.calls_too_many, bar=0),
+        Measured(metric="same answer", unit=f"of {lost.kills}", ours=lost.same_answers, bar=lost.kills,
+                 more_is_better=True),
+    ]  # fmt: skip
+
+
 CASES: dict[str, Callable[[], Awaitable[list[Measured]]]] = {
-    each.__name__: each for each in (wide, wider, history, kill, limited, budget, faults, items, same, cancel, screen)
+    each.__name__: each
+    for each in (wide, wider, history, kill, limited, budget, faults, items, same, cancel, screen, workers)
 }
 
 
@@ -326,17 +341,18 @@ async def _timed(
 ) -> Timed:
     folder = Path(tempfile.mkdtemp(prefix="perilune-bench-"))
     try:
-        swarm = _swarm(base_url, **changes)
-        async with _stalls() as stall:
+        async with _swarm(base_url, **changes).start("Do the task.", folder=folder) as live:
+            view = View(reader=SQLiteReader(folder / JOURNAL), journal=live.journal)
+            view.start()
+            if subscriber is not None:
+                live.journal.subscribe(subscriber)
             wall, cpu = time.perf_counter(), time.process_time()
-            async with swarm.start("Do the task.", folder=folder) as live:
-                view = View(reader=SQLiteReader(folder / JOURNAL), journal=live.journal)
-                view.start()
-                if subscriber is not None:
-                    live.journal.subscribe(subscriber)
-                result = await live.finish()
-                wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-                view.stop()
+            async with _stalls() as stall:
+                await live.begin()
+                await live.ended()
+            wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+            result = await live.finish()
+            view.stop()
         with SQLiteReader(folder / JOURNAL) as reader:
             events = list(reader.events())
             artefacts = {

@@ -1,4 +1,4 @@
-"""`perilune swarm run|resume|demo|view|replay|audit|list|pins`: the command's part of swarms. Imports no torch."""
+"""`perilune swarm run|resume|demo|view|replay|audit|...`: the command's part of agent swarms. Imports no torch."""
 
 import asyncio
 import json
@@ -11,11 +11,11 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from perilune.cli import UserError, _fail, _nearest, _parse, _positional, _print_json
 
-STEPS = ("run", "resume", "demo", "view", "replay", "audit", "list", "pins")
+STEPS = ("run", "resume", "demo", "view", "replay", "audit", "traces", "spans", "list", "pins")
 DEMO_TASK = "Which moons have an ocean under their ice, and who discovered each of them?"
 
 
@@ -47,6 +47,8 @@ class RunFlags:
     """TOML file with [[server]] tables: MCP servers shared by all agents."""
     policy: str | None = None
     """TOML file with [[rule]] tables: which calls are allowed, denied or asked for."""
+    token_ids: bool = False
+    """Ask the endpoint for token ids and log-probabilities, and keep them: see `perilune swarm traces`."""
     depth: int = 1
     """How deep sub-agents may create sub-agents; 1: only the orchestrator does."""
     agents: int = 300
@@ -57,6 +59,13 @@ class RunFlags:
     """Of one reply."""
     temperature: float | None = None
     seed: int = 0
+    engine: Literal["local", "ray"] = "local"
+    """Where sub-agents run: in this process, or in a pool of Ray workers (needs --journal and the extra `scale`)."""
+    workers: int = 2
+    """Of the pool; each runs many agents."""
+    journal: str | None = None
+    """PostgreSQL server for the journal, postgresql://USER@HOST/DATABASE; the password comes from PGPASSWORD or
+    ~/.pgpass. Default: a file in the run's folder."""
     view: bool = False
     """Serve the web view while it runs; it also takes approvals."""
     port: int = 0
@@ -123,6 +132,8 @@ def swarm_verb(arguments: list[str]) -> None:
         "view": _view,
         "replay": _replay,
         "audit": _audit,
+        "traces": _traces,
+        "spans": _spans,
         "list": _list,
         "pins": _pins,
     }[step](rest)
@@ -158,6 +169,7 @@ def _run(arguments: list[str]) -> None:
         mcp=flags.mcp,
         limits=_limits(flags.budget),
         price=flags.price,
+        token_ids=flags.token_ids,
         config={
             "max_depth": flags.depth,
             "max_active": flags.agents,
@@ -166,6 +178,9 @@ def _run(arguments: list[str]) -> None:
             "temperature": flags.temperature,
             "seed": flags.seed,
         },
+        engine=flags.engine,
+        workers=flags.workers,
+        journal=flags.journal,
     )
     folder = Path(flags.out) if flags.out else _new_folder(Path("runs") / "swarm")
     _conduct(task, folder, settings, flags)
@@ -290,10 +305,10 @@ def _new_folder(parent: Path) -> Path:
 
 
 def _folder(name: str) -> Path:
-    from perilune.swarm.swarm import JOURNAL
+    from perilune.swarm.session import place_of
 
     for folder in (Path(name), Path("runs") / "swarm" / name):
-        if (folder / JOURNAL).exists():
+        if folder.is_dir() and place_of(folder).exists():
             return folder
     raise UserError(f"no run in {name!r}: `perilune swarm list` shows what there is")
 
@@ -307,11 +322,10 @@ def _view(arguments: list[str]) -> None:
     name, rest = _positional(arguments, "RUN", "the folder of a run", example)
     text = "Serve the web view of a run, finished or under way in another process, until Ctrl-C."
     flags = _parse(f"perilune swarm view {name}", f"{text}\n\nexample: {example}", ViewFlags, rest)
-    from perilune.swarm.journal.sqlite_reader import SQLiteReader
-    from perilune.swarm.swarm import JOURNAL
+    from perilune.swarm.session import place_of
     from perilune.swarm.view.server import View
 
-    view = View(reader=SQLiteReader(_folder(name) / JOURNAL), port=flags.port)
+    view = View(reader=place_of(_folder(name)).reader(), port=flags.port)
     print(f"watch it at {view.start()}", flush=True)
     try:
         signal.pause()
@@ -331,12 +345,11 @@ def _replay(arguments: list[str]) -> None:
     from rich.console import Console
     from rich.live import Live
 
-    from perilune.swarm.journal.sqlite_reader import SQLiteReader
     from perilune.swarm.replay import frames, play
-    from perilune.swarm.swarm import JOURNAL
+    from perilune.swarm.session import place_of
     from perilune.swarm.terminal import PlainLines, Screen, summary
 
-    with SQLiteReader(_folder(name) / JOURNAL) as reader:
+    with place_of(_folder(name)).reader() as reader:
         console = Console()
         if flags.json:
             for frame in frames(reader.events()):
@@ -368,13 +381,11 @@ def _audit(arguments: list[str]) -> None:
     flags = _parse(f"perilune swarm audit {name}", f"{text}\n\nexample: {example}", AuditFlags, rest)
     from perilune.swarm.audit import audit_lines
     from perilune.swarm.journal.seal import load_or_create_key, state_folder
-    from perilune.swarm.journal.sqlite_reader import SQLiteReader
-    from perilune.swarm.journal.verify import verify
-    from perilune.swarm.swarm import JOURNAL
+    from perilune.swarm.session import place_of
 
-    path = _folder(name) / JOURNAL
-    report = verify(path, load_or_create_key(), heads=state_folder() / "heads")
-    with SQLiteReader(path) as reader:
+    place = place_of(_folder(name))
+    report = place.verify(load_or_create_key(), heads=state_folder() / "heads")
+    with place.reader() as reader:
         lines = audit_lines(reader, report, contents=flags.contents)
         if flags.out is None:
             for line in lines:
@@ -390,22 +401,73 @@ def _audit(arguments: list[str]) -> None:
         raise SystemExit(1)
 
 
+@dataclass(kw_only=True)
+class TracesFlags:
+    out: str | None = None
+    """File for the traces, one JSON object a line; default: standard output."""
+    agents: tuple[str, ...] | None = None
+    """Only of these agents, such as main."""
+
+
+def _traces(arguments: list[str]) -> None:
+    example = "perilune swarm traces runs/swarm/20261115-1 --out traces.jsonl"
+    name, rest = _positional(arguments, "RUN", "the folder of a run made with --token-ids", example)
+    text = "Token ids, log-probabilities and masks exactly as the endpoint served them, for training."
+    flags = _parse(f"perilune swarm traces {name}", f"{text}\n\nexample: {example}", TracesFlags, rest)
+    from perilune.swarm.session import place_of
+    from perilune.swarm.traces import trace_lines
+
+    with place_of(_folder(name)).reader() as reader:
+        lines = list(trace_lines(reader, flags.agents))
+    if not lines:
+        raise UserError(f"{name!r} has no tokens: run it with --token-ids, against an endpoint that returns them")
+    if flags.out is None:
+        for line in lines:
+            sys.stdout.write(line.decode())
+        return
+    Path(flags.out).write_bytes(b"".join(lines))
+    print(f"{len(lines)} traces in {flags.out}")
+
+
+@dataclass(kw_only=True)
+class SpansFlags:
+    pass
+
+
+def _spans(arguments: list[str]) -> None:
+    example = "OTEL_EXPORTER_OTLP_ENDPOINT=http://127.0.0.1:4318 perilune swarm spans runs/swarm/demo"
+    name, rest = _positional(arguments, "RUN", "the folder of a run", example)
+    text = "Send a run as OpenTelemetry spans to the collector that OTEL_EXPORTER_OTLP_ENDPOINT names."
+    _parse(f"perilune swarm spans {name}", f"{text}\n\nexample: {example}", SpansFlags, rest)
+    from perilune.swarm.session import place_of
+    from perilune.swarm.spans import Spans, collector
+
+    folder = _folder(name)
+    provider = collector()
+    with place_of(folder).reader() as reader:
+        spans = Spans(folder.name, provider)
+        spans.receive(reader.events())
+        spans.close()
+    if not provider.force_flush():
+        raise UserError("the collector did not take the spans: is it there? OTEL_EXPORTER_OTLP_ENDPOINT names it")
+    print(f"sent the spans of {folder}")
+
+
 def _list(arguments: list[str]) -> None:
     text = "Runs in a folder: when, how they ended, what they were to do."
     place = arguments.pop(0) if arguments and not arguments[0].startswith("-") else str(Path("runs") / "swarm")
     flags = _parse("perilune swarm list", f"{text}\n\nexample: perilune swarm list runs/swarm", ListFlags, arguments)
-    from perilune.swarm.journal.sqlite_reader import SQLiteReader
-    from perilune.swarm.swarm import JOURNAL
+    from perilune.swarm.session import place_of
 
     found = []
-    for path in sorted(Path(place).glob(f"*/{JOURNAL}")):
-        with SQLiteReader(path) as reader:
+    for path in sorted(each for each in Path(place).glob("*") if each.is_dir() and place_of(each).exists()):
+        with place_of(path).reader() as reader:
             chain = list(reader.events("run"))
         if not chain:
             continue
         end = next((event.read()["status"] for event in chain if event.kind == "run_finished"), "unfinished")
         began = time.strftime("%Y-%m-%d %H:%M", time.localtime(chain[0].time))
-        found.append({"run": str(path.parent), "began": began, "status": end, "task": chain[0].read()["task"]})
+        found.append({"run": str(path), "began": began, "status": end, "task": chain[0].read()["task"]})
     if flags.json:
         _print_json(found)
         return

@@ -34,6 +34,10 @@ class FunctionModel:
             else:
                 await asyncio.sleep(self._rng.random() * 0.01)
             message = self.behaviour(request)
+        except BaseException:
+            if request.meter is not None:
+                request.meter.end(None)
+            raise
         finally:
             self.in_flight -= 1
         usage = Usage(prompt_tokens=len(request.messages), completion_tokens=1)

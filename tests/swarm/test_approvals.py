@@ -49,6 +49,7 @@ def test_an_approval_is_recorded_with_the_hash_of_what_was_shown() -> None:
             "decision": "allow",
             "by": "web",
             "scope": "call",
+            "reason": "",
         }
         assert verdict.covers("main", "3.0", "mail", dict(reversed(ARGUMENTS.items())))
         assert not verdict.covers("main", "3.0", "mail", ARGUMENTS | {"body": "hello "})

@@ -1,12 +1,17 @@
 """`perilune swarm` as a person uses it: in a process of its own, in an empty folder, without a terminal."""
 
+import gzip
 import json
 import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -36,11 +41,38 @@ def here(capsys, *arguments: str) -> tuple[int, str, str]:
     return code, *capsys.readouterr()
 
 
+@contextmanager
+def collector():
+    """Takes what is sent to it, as an OpenTelemetry collector would."""
+    taken: list[bytes] = []
+
+    class Taker(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            taken.append(gzip.decompress(body) if self.headers.get("Content-Encoding") == "gzip" else body)
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Taker) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        received = SimpleNamespace(address=f"http://127.0.0.1:{server.server_port}", bodies=b"")
+        try:
+            yield received
+        finally:
+            server.shutdown()
+            thread.join()
+            received.bodies = b"".join(taken)
+
+
 def endpoint(server) -> list[str]:
     return ["--model", "scripted", "--base-url", server.base_url, "--api-key-env", ""]
 
 
-def test_the_demonstration_answers_from_documents_and_says_that_its_model_is_scripted(place, capsys):
+def test_the_demonstration_answers_from_documents_and_says_that_its_model_is_scripted(place, capsys, monkeypatch):
     done = perilune("swarm", "demo")
     assert done.returncode == 0, done.stderr
     assert "scripted" in done.stdout.splitlines()[0] and "critical" in done.stderr
@@ -54,9 +86,17 @@ def test_the_demonstration_answers_from_documents_and_says_that_its_model_is_scr
     assert code == 0 and json.loads(exported.splitlines()[0])["sealed"] is True
     code, played, _ = here(capsys, "swarm", "replay", "demo")
     assert code == 0 and "fact checker" in played
+    code, _, told = here(capsys, "swarm", "traces", "demo")
+    assert code == 1 and "--token-ids" in told
+    with collector() as received:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", received.address)
+        assert here(capsys, "swarm", "spans", "demo")[0] == 0
+    assert b"invoke_agent researcher" in received.bodies and b"execute_tool assign_task" in received.bodies
     with sqlite3.connect("runs/swarm/demo/journal.sqlite") as database:
         changed = "cast(replace(cast(body AS text), 'Enceladus', 'Mimas') AS blob)"
         database.execute(f"UPDATE events SET body = {changed} WHERE kind = 'reply'")
+    code, _, told = here(capsys, "swarm", "resume", "demo")
+    assert code == 1 and "is not intact" in told
     code, _, told = here(capsys, "swarm", "audit", "demo", "--out", "audit.jsonl")
     assert code == 1 and "problems" in told
     assert json.loads(Path("audit.jsonl").read_text().splitlines()[0])["intact"] is False

@@ -91,6 +91,8 @@ def test_a_screen_has_its_width_its_height_and_the_numbers() -> None:
         "\u2066x",
         "a\u2028b",
         "\x00\x08",
+        "\U000e0041\U000e007f",
+        "soft\xadhyphen",
     ],
 )
 def test_nothing_an_agent_writes_reaches_the_terminal_as_a_command(text: str) -> None:
@@ -105,7 +107,10 @@ def test_nothing_an_agent_writes_reaches_the_terminal_as_a_command(text: str) ->
     told.add(2, "main", "finished", ended("failed", error=text))
     told.add(2, "run", "run_finished", {"status": "failed", "answer": None, "error": text})
     lines += [*drawn(tell(told)), *PlainLines().since_last(tell(told), 20_000), *summary(tell(told))]
-    assert not re.search(r"[\x00-\x1f\x7f-\x9f\u2028\u202a-\u202e\u2066-\u2069]", "".join(lines))
+    assert not re.search(
+        r"[\x00-\x1f\x7f-\x9f\xad\u2028\u202a-\u202e\u2066-\u2069\U000e0000-\U000e007f]", "".join(lines)
+    )
+    assert harmless("half \ud800") == "half  "
     assert harmless("Größe 数 ✓") == "Größe 数 ✓"
 
 

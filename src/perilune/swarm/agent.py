@@ -10,19 +10,19 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import orjson
 
 from perilune.swarm.budget import Budget, BudgetExceeded, meter
-from perilune.swarm.calls import Called, call_tool
+from perilune.swarm.calls import Called, call_tool, chain_of
 from perilune.swarm.chronicle import artefact_of
 from perilune.swarm.client import ModelError, ModelReply, ModelRequest, Usage
-from perilune.swarm.context import FULL, Context
-from perilune.swarm.journal.event import Artefact, Event
-from perilune.swarm.messages import Message, message_from_plain
+from perilune.swarm.context import FIXED, FULL, Context
+from perilune.swarm.journal.event import Artefact, Event, JournalError
+from perilune.swarm.messages import Message, ToolCall, clean, message_from_plain
 from perilune.swarm.rights import Rights
 from perilune.swarm.scheduler import Job
 from perilune.swarm.settings import AgentSpec, prompt
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from perilune.swarm.run import Run
 
 Status = Literal["done", "failed", "cancelled", "budget"]
+ENDS = ("finished", "result")
+"""Kinds of records that say how a task ended."""
 SCHEMA_TRIES = 3
 LAST_STEP = "This is your last step: no calls are possible any more. Answer now with what you have."
 
@@ -61,6 +63,8 @@ class Answer:
     artefact: Artefact | None = None
     """All of it."""
     error: str | None = None
+    untrusted: bool = False
+    """A stranger may have had a hand in it."""
 
 
 @dataclass(kw_only=True)
@@ -87,6 +91,14 @@ class Agent:
     """What it gave others to do, by handle."""
     seen: set[str] = field(default_factory=set)
     """Agents whose results it has read."""
+    after: tuple[str, ...] = ()
+    """Agents whose results stand in its task."""
+    answers: list[Answer] = field(default_factory=list)
+    """Of the tasks that have ended."""
+    has_records: bool = False
+    """It had begun to work in an earlier life of the run."""
+    left_open: list[str] = field(default_factory=list)
+    """Agents whose end is to be written, since they do not live to write it."""
     has_ended: bool = False
 
     def __post_init__(self) -> None:
@@ -96,52 +108,140 @@ class Agent:
 async def work(run: Run, agent: Agent, tasks: Sequence[str], *, many: bool = False) -> list[Answer]:
     """All tasks of an agent, one after the other, each in a fresh context. `many`: a worker of `map_task`, whose
     answers are events of their own."""
-    answers: list[Answer] = []
     end, reads = Answer(status="done"), list[str]()
     try:
         await run.chronicle.record(agent.id, "started", start_body(agent, tasks[0] if not many else None))
+        if agent.id in run.cancelled and run.chronicle.will_take(agent.id, "finished") is None:
+            raise asyncio.CancelledError  # a person ended it before it began, or in an earlier life of the run
         for number, task in enumerate(tasks):
+            _stay_cancelled(run, agent)
             if many:
                 await run.chronicle.record(agent.id, "task", {"number": number, "text": task})
             end, reads = await _attempt(run, agent, task)
-            answers.append(end)
             if many:
                 await run.chronicle.record(agent.id, "result", {"number": number, **_end(end, reads)})
+            agent.answers.append(end)
+        _stay_cancelled(run, agent)
         body = _end(Answer(status="done"), []) if many else _end(end, reads)
-        await run.chronicle.record(agent.id, "finished", body)
-        return answers
+        if run.chronicle.peek(agent.id) is not None:
+            await run.chronicle.record(agent.id, "finished", body)  # at once: others count on its budget from now on
+        else:
+            await _surely(run.chronicle.append(agent.id, "finished", body))
+        leave_records(run, agent)
+        await end_left_open(run, agent)
+        return agent.answers
     except asyncio.CancelledError:
-        if not run.is_stopping and run.chronicle.peek(agent.id) is None:
-            await asyncio.shield(run.chronicle.append(agent.id, "finished", _end(Answer(status="cancelled"), [])))
+        if not run.is_stopping:
+            if not leave_records(run, agent):
+                agent.left_open.append(agent.id)
+            await end_left_open(run, agent)
         raise
     finally:
         agent.has_ended = True
         agent.budget.close()
 
 
+async def _surely(writing: Coroutine[Any, Any, Event]) -> None:
+    """Wait until the last event is written: who is cancelled meanwhile has ended before."""
+    task = asyncio.ensure_future(writing)
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            continue
+    task.result()
+
+
+def leave_records(run: Run, agent: Agent) -> bool:
+    """Records of an earlier life that nobody comes to repeat, since the agent has ended: count what it and those it
+    created spent. Whether the agent's own end is among them; those whose end is not go to `left_open`."""
+    if not run.chronicle.has_records:
+        return False
+
+    def is_mine(chain: str) -> bool:
+        name = chain.partition("#")[0]
+        while name and name not in run.agents:
+            name = name.rpartition("/")[0]
+        return name == agent.id
+
+    left: dict[str, bool] = {}
+    """Whether each agent had ended."""
+    for event in run.chronicle.drop(is_mine):
+        if event.kind == "reply" or (event.kind == "compacted" and event.read()["how"] == "summary"):
+            _restore(run, agent, event.read_note())
+        elif event.kind in ("started", "finished"):
+            left[event.chain] = event.kind == "finished"
+    has_end = left.pop(agent.id, False)
+    agent.budget.restore(agents=len(left))
+    agent.left_open += [name for name, has_ended in left.items() if not has_ended]
+    return has_end
+
+
+async def end_left_open(run: Run, agent: Agent) -> None:
+    """Write the ends of those that do not live to write them."""
+    while agent.left_open:
+        body = _end(Answer(status="cancelled"), [])
+        await _surely(run.chronicle.append(agent.left_open.pop(0), "finished", body))
+
+
 async def _attempt(run: Run, agent: Agent, task: str) -> tuple[Answer, list[str]]:
     """One task; an answer in any case. With it the heads of calls that no event has bound yet."""
     reads: list[str] = []
     try:
-        text = await _loop(run, agent, Context(agent.spec.system_prompt, task), reads)
-        data = await run.results.expand(text)
-        return Answer(status="done", text=text, artefact=await run.results.journal.put(data)), reads
+        answer = await _answer(run, agent, task, reads)
     except BudgetExceeded as error:
-        return Answer(status="budget", error=str(error)), reads
-    except (ModelError, ToolError) as error:
-        if agent.parent is None and isinstance(error, ModelError) and error.kind != "refused":
-            raise  # the endpoint is away: the run stops here and can be resumed
-        return Answer(status="failed", error=str(error)), reads
-    except _EndedBefore as ended:
-        body = ended.event.read()
-        end = Answer(status=body["status"], artefact=artefact_of(body["result"]), error=body["error"])
-        return end, body["reads"]
+        answer = Answer(status="budget", error=str(error))
+    except _EndedBefore:
+        answer = Answer(status="done")  # in name only: the records say
+    except JournalError:
+        raise
+    except Exception as error:
+        if agent.parent is None and not isinstance(error, ToolError) and not _is_refusal(error):
+            raise  # the endpoint is away, or something is broken: the run stops here and can be resumed
+        known = isinstance(error, (ModelError, ToolError))
+        text = run.secrets.mask(clean(str(error) if known else f"{type(error).__name__}: {error}"))
+        answer = Answer(status="failed", error=text)
+    _stay_cancelled(run, agent)
+    past = run.chronicle.peek(agent.id)
+    if past is not None and past.kind in ENDS:
+        body = past.read()
+        artefact = artefact_of(body["result"])
+        return replace(answer, status=body["status"], artefact=artefact, error=body["error"]), body["reads"]
+    return answer, reads
+
+
+def _stay_cancelled(run: Run, agent: Agent) -> None:
+    """An agent that was cancelled at this point in an earlier life of the run is cancelled again."""
+    past = run.chronicle.peek(agent.id)
+    if past is not None and past.kind == "finished" and past.read()["status"] == "cancelled":
+        raise asyncio.CancelledError
+
+
+async def _answer(run: Run, agent: Agent, task: str, reads: list[str]) -> Answer:
+    context = Context(agent.spec.system_prompt, task)
+    if context.size > FIXED * run.config.context_bytes:
+        raise ToolError(
+            f"the system prompt and the task take {context.size:,} bytes, and a context of "
+            f"{run.config.context_bytes:,} bytes has room for {int(FIXED * run.config.context_bytes):,} of them: "
+            "shorten them, pass long texts by handle, or raise context_tokens"
+        )
+    text = await _loop(run, agent, context, reads)
+    data, rests_on_tainted = await run.results.expand(text)
+    untrusted = rests_on_tainted or agent.taint.is_tainted
+    artefact = await run.results.journal.put(data)
+    run.results.learn(artefact, tainted=untrusted)
+    return Answer(status="done", text=text, artefact=artefact, untrusted=untrusted)
+
+
+def _is_refusal(error: Exception) -> bool:
+    return isinstance(error, ModelError) and error.kind == "refused"
 
 
 async def _loop(run: Run, agent: Agent, context: Context, reads: list[str]) -> str:
     refused = 0
     first = agent.step + 1
     while True:
+        await run.catch_up(agent)
         await _read_letters(run, agent, context)
         await _make_room(run, agent, context)
         is_last = agent.max_steps is not None and agent.step + 1 - first >= agent.max_steps - 1
@@ -152,34 +252,38 @@ async def _loop(run: Run, agent: Agent, context: Context, reads: list[str]) -> s
             for called in await _call_all(run, agent, message):
                 context.add(called.message)
                 reads.append(called.head)
+                if called.untrusted:
+                    agent.taint.add(called.untrusted)
             continue
-        if agent.inbox and not is_last:
+        await run.catch_up(agent)
+        if not is_last and _has_letters(run, agent):
             continue
-        if agent.spec.output_schema is None or is_last:
-            return message.text
-        problem = problem_with(message.text, agent.spec.output_schema)
+        problem = _problem(agent, message)
         if problem is None:
             return message.text
         refused += 1
-        if refused == SCHEMA_TRIES:
-            raise ToolError(f"no answer that follows the schema after {SCHEMA_TRIES} tries: {problem}")
+        if refused == SCHEMA_TRIES or is_last:
+            raise ToolError(f"no answer that follows the schema after {refused} tries: {problem}")
         context.add(
             Message("user", f"Your answer does not follow the schema: {problem}. Answer again with JSON alone.")
         )
 
 
+def _problem(agent: Agent, message: Message) -> str | None:
+    """What keeps a message from being an answer."""
+    if message.tool_calls and not message.text.strip():
+        raise ToolError("the last step, which is for an answer, had calls and no text: no steps are left")
+    return None if agent.spec.output_schema is None else problem_with(message.text, agent.spec.output_schema)
+
+
 class _EndedBefore(Exception):
     """The records say that the task ended here: it failed, was cancelled or had no budget left."""
-
-    def __init__(self, event: Event) -> None:
-        self.event = event
 
 
 async def _think(run: Run, agent: Agent, context: Context, reads: list[str], *, is_last: bool) -> Message:
     """One step: the model's reply, from the records or from the model."""
-    past = run.chronicle.peek(agent.id)
-    if past is not None and past.kind in ("finished", "result"):
-        raise _EndedBefore(past)
+    if _ended_before(run, agent):
+        raise _EndedBefore
     agent.step += 1
     event = run.chronicle.take(agent.id, "reply")
     if event is not None:
@@ -187,15 +291,44 @@ async def _think(run: Run, agent: Agent, context: Context, reads: list[str], *, 
         return message_from_plain(event.read()["message"])
     last = (Message("user", LAST_STEP),) if is_last else ()
     reply, note = await _ask(run, agent, (*context.messages, *last), with_tools=not is_last)
+    message = _sound(run, reply.message)
     body = {
         "step": agent.step,
-        "message": reply.message.plain(),
+        "message": message.plain(),
         "finish": reply.finish_reason,
         "reads": list(reads),
         "tokens": await _keep_tokens(run, reply),
     }
     await run.chronicle.append(agent.id, "reply", body, note)
-    return reply.message
+    return message
+
+
+def _ended_before(run: Run, agent: Agent) -> bool:
+    past = run.chronicle.peek(agent.id)
+    return past is not None and past.kind in ENDS
+
+
+def _sound(run: Run, message: Message) -> Message:
+    """The message without registered secrets, and as UTF-8 can hold it."""
+
+    def sound(text: str) -> str:
+        return run.secrets.mask(clean(text))
+
+    texts = [
+        message.text,
+        message.reasoning or "",
+        *(each for call in message.tool_calls for each in (call.id, call.name, call.arguments)),
+    ]
+    if all(sound(text) == text for text in texts):
+        return message
+    content = message.content
+    if isinstance(content, str):
+        content = sound(content)
+    elif content is not None:
+        content = tuple({**part, "text": sound(str(part["text"]))} if part.get("text") else part for part in content)
+    calls = tuple(ToolCall(clean(call.id), clean(call.name), sound(call.arguments)) for call in message.tool_calls)
+    reasoning = None if message.reasoning is None else sound(message.reasoning)
+    return Message(message.role, content, calls, message.tool_call_id, reasoning)
 
 
 async def _ask(
@@ -245,10 +378,24 @@ def _restore(run: Run, agent: Agent, note: Mapping[str, Any]) -> None:
 
 
 async def _call_all(run: Run, agent: Agent, message: Message) -> list[Called]:
-    """All calls of a turn at once; their results in the order of the calls."""
+    """All calls of a turn at once, until the agent's time is over; their results in the order of the calls."""
     limit = max(400, run.config.turn_bytes // len(message.tool_calls))
-    calls = [call_tool(run, agent, index, call, limit=limit) for index, call in enumerate(message.tool_calls)]
-    return [await calls[0]] if len(calls) == 1 else await asyncio.gather(*calls)
+    numbered = list(enumerate(message.tool_calls))
+    if _ended_before(run, agent):  # then calls without an outcome never had one
+        numbered = [(at, call) for at, call in numbered if run.chronicle.will_take(chain_of(agent, at), "outcome")]
+    if not any(run.chronicle.has_children(agent.id, f"{agent.step}.{at}") for at, _ in numbered):
+        await run.catch_up(agent)
+    async with agent.budget.time_limit():
+        if len(numbered) == 1:
+            return [await call_tool(run, agent, *numbered[0], limit=limit)]
+        calls = [asyncio.ensure_future(call_tool(run, agent, at, call, limit=limit)) for at, call in numbered]
+        try:
+            return await asyncio.gather(*calls)
+        except BaseException:  # no call outlives its turn
+            for each in calls:
+                each.cancel()
+            await asyncio.gather(*calls, return_exceptions=True)
+            raise
 
 
 async def _read_letters(run: Run, agent: Agent, context: Context) -> None:
@@ -270,6 +417,13 @@ async def _read_letters(run: Run, agent: Agent, context: Context) -> None:
         _hear(agent, context, letter.sender, letter.text, tainted=letter.tainted)
 
 
+def _has_letters(run: Run, agent: Agent) -> bool:
+    """Whether there is something to read before it may end; where there are records, they say."""
+    if (past := run.chronicle.peek(agent.id)) is not None:
+        return past.kind == "message"
+    return any(letter.id not in agent.letters_read for letter in agent.inbox)
+
+
 def _hear(agent: Agent, context: Context, sender: str, text: str, *, tainted: bool) -> None:
     if tainted:
         agent.taint.add(f"message from {sender}")
@@ -281,29 +435,47 @@ async def _make_room(run: Run, agent: Agent, context: Context) -> None:
     if run.chronicle.peek(agent.id) is not None:
         _make_room_as_before(run, agent, context)
         return
-    limit = FULL * run.config.context_bytes
+    limit, question = FULL * run.config.context_bytes, Message("user", prompt("compact"))
     if context.size <= limit:
         return
-    if positions := context.hideable():
-        handles = [await run.results.keep(context.messages[at].text.encode("utf-8", "replace")) for at in positions]
-        body = {"step": agent.step, "how": "hidden", "positions": positions, "handles": handles}
-        await run.chronicle.append(agent.id, "compacted", body)
-        context.hide(positions, handles)
+    await _hide(run, agent, context, context.hideable())
+    if context.size + len(question.wire) > run.config.context_bytes:
+        await _hide(run, agent, context, context.hideable(kept=0))
     if context.size <= limit:
         return
-    question = Message("user", prompt("compact"))
+    if context.size + len(question.wire) > run.config.context_bytes:
+        handle = await run.results.keep(context.past(), tainted=agent.taint.is_tainted)
+        await run.chronicle.append(agent.id, "compacted", {"step": agent.step, "how": "dropped", "handle": handle})
+        context.drop(handle)
+        return
     reply, note = await _ask(run, agent, (*context.messages, question), with_tools=False)
-    body = {"step": agent.step, "how": "summary", "summary": reply.message.text}
+    summary = _sound(run, reply.message).text
+    body = {"step": agent.step, "how": "summary", "summary": summary}
     await run.chronicle.append(agent.id, "compacted", body, note)
-    context.summarize(reply.message.text, limit)
+    context.summarize(summary, limit)
+
+
+async def _hide(run: Run, agent: Agent, context: Context, positions: list[int]) -> None:
+    if not positions:
+        return
+    tainted = agent.taint.is_tainted
+    handles = [await run.results.keep(context.messages[at].text.encode(), tainted=tainted) for at in positions]
+    body = {"step": agent.step, "how": "hidden", "positions": positions, "handles": handles}
+    await run.chronicle.append(agent.id, "compacted", body)
+    context.hide(positions, handles)
 
 
 def _make_room_as_before(run: Run, agent: Agent, context: Context) -> None:
     while (past := run.chronicle.peek(agent.id)) is not None and past.kind == "compacted":
         run.chronicle.take(agent.id, "compacted")
         body = past.read()
+        handles = body.get("handles", [body["handle"]] if "handle" in body else [])
+        for handle in handles:
+            run.results.learn(run.results.find(handle), tainted=agent.taint.is_tainted)
         if body["how"] == "hidden":
-            context.hide(body["positions"], body["handles"])
+            context.hide(body["positions"], handles)
+        elif body["how"] == "dropped":
+            context.drop(*handles)
         else:
             _restore(run, agent, past.read_note())
             context.summarize(body["summary"], FULL * run.config.context_bytes)
@@ -331,6 +503,7 @@ def start_body(agent: Agent, task: str | None) -> dict[str, object]:
         "rights": agent.rights.plain(),
         "budget": agent.spec.limits.plain(),
         "tainted": agent.taint.is_tainted,
+        "after": list(agent.after),
     }
 
 

@@ -11,10 +11,14 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from perilune.swarm.journal.event import Event
 from perilune.swarm.journal.sqlite_reader import SQLiteReader
 from perilune.swarm.results import HANDLE
+
+if TYPE_CHECKING:  # asyncpg is optional
+    from perilune.swarm.journal.postgres_reader import PostgresReader
 
 DOCUMENT = re.compile(r"doc:[A-Za-z0-9_.-]+(?:#\d+-\d+)?")
 LONGEST = 4 << 20
@@ -52,7 +56,7 @@ def sources(events: Iterable[Event]) -> list[Source]:
     ]
 
 
-def write_answer(answer: str, reader: SQLiteReader, folder: Path) -> Path:
+def write_answer(answer: str, reader: SQLiteReader | PostgresReader, folder: Path) -> Path:
     """Write `answer.md` and the texts under `artefacts/`; returns its path."""
     folder.mkdir(parents=True, exist_ok=True)
     read = sources(reader.events())

@@ -74,6 +74,7 @@ class Verdict:
             "decision": "allow" if self.is_allowed else "deny",
             "by": self.by,
             "scope": self.scope,
+            "reason": self.reason,
         }
 
     def covers(self, agent: str, call: str, tool: str, arguments: Mapping[str, Any]) -> bool:
@@ -119,7 +120,7 @@ class ApprovalDesk:
         self._watchers: list[_Watcher] = []
         self._waiting: dict[str, _Waiting] = {}
         self._granted: dict[str, str] = {}
-        self._decided: dict[tuple[str, str], tuple[bool, str]] = {}
+        self._decided: dict[tuple[str, str], tuple[bool, str, str]] = {}
         self._numbers = itertools.count(1)
 
     # The one who asks ------------------------------------------------------------------------------------------------
@@ -130,7 +131,8 @@ class ApprovalDesk:
         request = ApprovalRequest(id="", agent=agent, call=call, tool=tool, arguments=text, reason=reason)
         request = replace(request, id=f"{request.binding[:12]}-{next(self._numbers)}")
         if (before := self._decided.pop((f"{agent}#{call}", request.binding), None)) is not None:
-            return Verdict(request=request, is_allowed=before[0], by=before[1], is_recorded=True)
+            is_allowed, by, why = before
+            return Verdict(request=request, is_allowed=is_allowed, by=by, reason=why, is_recorded=True)
         if (by := self._granted.get(request.binding)) is not None:
             return Verdict(request=request, is_allowed=True, by=by, scope="run")
         if not self._watchers:
@@ -212,7 +214,7 @@ class ApprovalDesk:
         is_allowed = body["decision"] == "allow"
         if is_allowed and body.get("scope") == "run":
             self._granted[key] = body["by"]
-        self._decided[f"{body['agent']}#{body['call']}", key] = (is_allowed, body["by"])
+        self._decided[f"{body['agent']}#{body['call']}", key] = (is_allowed, body["by"], body.get("reason", ""))
 
     def _find(self, request_id: str) -> _Waiting:
         waiting = self._waiting.get(request_id)

@@ -105,12 +105,16 @@ class Budget:
     def root(cls, limits: Limits, *, clock: Callable[[], float] = time.monotonic, name: str = "run") -> Budget:
         return cls(limits, None, name, clock)
 
-    def child(self, limits: Limits | None = None, *, name: str = "child", agents: int = 1) -> Budget:
+    def child(
+        self, limits: Limits | None = None, *, name: str = "child", agents: int = 1, is_repeated: bool = False
+    ) -> Budget:
         """A budget for a new agent: takes `agents` (spent for good) and the limits (set aside) from this one. Raises
-        `BudgetExceeded` for more than is left; a longer time than is left ends with this budget's."""
+        `BudgetExceeded` for more than is left; a longer time than is left ends with this budget's. `is_repeated`: it
+        was made in an earlier life of the run, so no limit refuses it."""
         limits = limits or Limits()
         asked, created = limits.units(), int(_check("child", "agents", agents))
-        self._require(asked | {"agents": asked.get("agents", 0) + created})
+        if not is_repeated:
+            self._require(asked | {"agents": asked.get("agents", 0) + created})
         self._record("agents", used=created, released=0)
         for dimension, amount in asked.items():
             self._hold(dimension, amount)

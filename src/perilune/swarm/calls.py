@@ -36,23 +36,28 @@ class Called:
     message: Message
     head: str
     """Of the call's chain, for the agent's next event."""
+    untrusted: str | None
+    """What the result was, if a stranger may have written it: its reader is tainted from the next step on. Calls of
+    the same turn were written before it was read."""
+
+
+def chain_of(agent: Agent, index: int) -> str:
+    return f"{agent.id}#{agent.step}.{index}"
 
 
 async def call_tool(run: Run, agent: Agent, index: int, call: ToolCall, *, limit: int) -> Called:
-    chain = f"{agent.id}#{agent.step}.{index}"
+    chain = chain_of(agent, index)
     context = run.tool_context(agent, index, limit)
-    past = run.chronicle.peek(chain)
-    if past is not None:
+    if run.chronicle.peek(chain) is not None:
         body = await _from_records(run, agent, context, call, chain)
     else:
         began = time.monotonic()
         outcome = await _outcome(run, agent, context, call, chain)
-        body = await _bounded(run, call, outcome, limit)
+        body = await _bounded(run, agent, call, outcome, limit)
         await run.chronicle.append(chain, "outcome", body, {"seconds": time.monotonic() - began})
     agent.seen.update(body["joined"])
-    if body["untrusted"]:
-        agent.taint.add(f"{call.name} at step {agent.step}")
-    return Called(Message("tool", body["text"], tool_call_id=call.id), run.chronicle.close_chain(chain))
+    untrusted = f"{call.name} at step {agent.step}" if body["untrusted"] else None
+    return Called(Message("tool", body["text"], tool_call_id=call.id), run.chronicle.close_chain(chain), untrusted)
 
 
 async def _from_records(run: Run, agent: Agent, context: ToolContext, call: ToolCall, chain: str) -> dict[str, Any]:
@@ -66,11 +71,18 @@ async def _from_records(run: Run, agent: Agent, context: ToolContext, call: Tool
         return body
     body = event.read()
     if (artefact := artefact_of(body["result"])) is not None:
-        run.results.learn(artefact)
+        run.results.learn(artefact, tainted=body["untrusted"] or agent.taint.is_tainted)
     tool = agent.tools.get(call.name)
-    if tool is not None and tool.again and body["status"] == "ok":
+    if tool is not None and tool.again and (body["status"] == "ok" or body["joined"]):
         arguments, _ = _arguments(tool, call)
-        await tool.call(context, arguments)
+        context.extras["is_repeated"] = True
+        try:
+            await tool.call(context, arguments)
+        except ToolError as error:
+            raise JournalError(f"{chain} cannot be repeated, and the run not be resumed: {error}") from None
+    for assignment in tuple(agent.assignments.values()):
+        if any(member.id in body["joined"] for member in assignment.agents):
+            await assignment.ended(context)  # its result was known here
     return body
 
 
@@ -129,9 +141,12 @@ def _arguments(tool: Tool, call: ToolCall) -> tuple[dict[str, Any], dict[str, An
     return (tool.validate(raw) if tool.validate else raw), raw
 
 
-async def _bounded(run: Run, call: ToolCall, outcome: tuple[CallStatus, ToolResult], limit: int) -> dict[str, Any]:
+async def _bounded(
+    run: Run, agent: Agent, call: ToolCall, outcome: tuple[CallStatus, ToolResult], limit: int
+) -> dict[str, Any]:
     status, result = outcome
-    text, artefact = await run.results.digest(run.secrets.mask(result.text), limit)
+    tainted = bool(result.untrusted) or agent.taint.is_tainted
+    text, artefact = await run.results.digest(run.secrets.mask(result.text), limit, tainted=tainted)
     body = _body(call, status, result)
     body["text"] = text
     body["result"] = artefact.plain() if artefact else None

@@ -8,23 +8,33 @@ answer may include a part whole by writing `{{art:...}}`.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated
 
-import orjson
 from pydantic import Field
 
-from perilune.swarm.agent import Agent, Answer
-from perilune.swarm.orchestrator import create_agents, handle_of, registered, run_agent, start_job, who
-from perilune.swarm.results import HANDLE
+from perilune.swarm.agent import Answer
+from perilune.swarm.orchestrator import (
+    Source,
+    create_agents,
+    handle_of,
+    lost_answer,
+    registered,
+    rest_on,
+    run_agent,
+    start_job,
+    who,
+)
+from perilune.swarm.results import HANDLE, shortened
 from perilune.swarm.run import Run
 from perilune.swarm.scheduler import Job
 from perilune.swarm.tools.tool import Tool, ToolContext, ToolError, ToolResult, tool
 
-PROMPT_SHARE = 0.5
+PROMPT_SHARE = 0.4
 """Share of the context that the parts of one group may take."""
 
 
-@tool(effects="none")
+@tool(effects="none", again=True)
 async def compose(context: ToolContext, parts: list[str], title: str = "") -> ToolResult:
     """Join stored results and texts into one document, in order, without reading them: every part is the handle of a
     task or artefact (art:...) or a text of its own. Returns the handle of the document."""
@@ -32,22 +42,18 @@ async def compose(context: ToolContext, parts: list[str], title: str = "") -> To
     if not parts:
         raise ToolError("parts is empty")
     pieces: list[str] = [f"# {title}"] if title else []
-    joined: list[str] = []
-    untrusted = agent.taint.is_tainted
+    sources: list[Source] = []
     for part in parts:
-        assignment = agent.assignments.get(part)
-        if assignment is not None:
-            joined.extend(member.id for member in assignment.agents)
-            untrusted = untrusted or assignment.is_tainted
-            part = await handle_of(run, agent, part)
-        if HANDLE.fullmatch(part):
-            run.results.find(part)
-            part = f"{{{{{part}}}}}"
+        if part in agent.assignments or HANDLE.fullmatch(part):
+            sources.append(await handle_of(context, part))
+            part = f"{{{{{sources[-1].handle}}}}}"
         pieces.append(part)
-    data = await run.results.expand("\n\n".join(pieces) + "\n")
-    handle = await run.results.keep(data)
+    data, rests_on_tainted = await run.results.expand("\n\n".join(pieces) + "\n")
+    tainted = rests_on_tainted or agent.taint.is_tainted
+    handle = await run.results.keep(data, tainted=tainted)
     text = f"{handle} holds {len(parts)} parts, {len(data):,} bytes. {{{{{handle}}}}} in an answer includes it."
-    return ToolResult(text=text, joined=tuple(joined), untrusted=untrusted)
+    # Only a handle is read here: who reads what is behind it is tainted then.
+    return ToolResult(text=text, joined=tuple(name for source in sources for name in source.agents), untrusted=False)
 
 
 @tool(effects="none", again=True)
@@ -65,7 +71,7 @@ async def reduce_task(
     spec = registered(parent, agent)
     if "{parts}" not in template:
         raise ToolError("template has no {parts}")
-    parts = [part for handle in handles for part in await _parts_of(run, parent, handle)]
+    parts = [part for handle in handles for part in await _parts_of(context, handle)]
     if not parts:
         raise ToolError("there is nothing to merge: handles has no results")
     levels = _levels(len(parts), fan_in)
@@ -78,25 +84,34 @@ async def reduce_task(
         answers: list[Answer] = []
         for level, count in enumerate(levels):
             groups = [current[first : first + fan_in] for first in range(0, len(current), fan_in)]
-            prompts = [template.replace("{parts}", await _shown(run, group, fan_in)) for group in groups]
-            jobs = [
-                run_agent(run, by_suffix[f".{level}.{number}"], [prompts[number]], owner=job, many=False)
-                for number in range(count)
-            ]
+            team = [by_suffix[f".{level}.{number}"] for number in range(count)]
+            jobs = []
+            for member, group in zip(team, groups, strict=True):
+                rest_on(member, group)
+                prompt = template.replace("{parts}", await _shown(run, group, fan_in))
+                jobs.append(run_agent(run, member, [prompt], owner=job, many=False))
             async with run.scheduler.resting(job):
                 await run.scheduler.wait(jobs, count=len(jobs))
-            answers = [one.result[0] if one.result else Answer(status="failed", error=str(one.error)) for one in jobs]
+            answers = [one.result[0] if one.result else lost_answer(one) for one in jobs]
             failed = [answer for answer in answers if answer.status != "done" or answer.artefact is None]
             if failed:
-                return [
-                    Answer(status=failed[0].status, error=f"{len(failed)} of {count} merges failed: {failed[0].error}")
-                ]
-            current = [run.results.learn(answer.artefact) for answer in answers if answer.artefact]
+                why = f"{len(failed)} of {count} merges failed: {failed[0].error}"
+                return [Answer(status=failed[0].status, error=why)]
+            current = [
+                Source(
+                    handle=run.results.learn(answer.artefact, tainted=answer.untrusted),
+                    agents=(member.id,),
+                    is_tainted=answer.untrusted,
+                )
+                for member, answer in zip(team, answers)
+                if answer.artefact
+            ]
         return answers
 
     assignment = start_job(run, parent, context, spec, members, merge, what=f"merge of {len(parts)} parts")
     text = f"Started {assignment.handle}: {len(parts)} parts in {len(levels)} levels, {len(members)} agents."
-    return ToolResult(text=text, spawned=tuple(member.id for member in members))
+    read = tuple(dict.fromkeys(name for part in parts for name in part.agents))
+    return ToolResult(text=text, spawned=tuple(member.id for member in members), joined=read)
 
 
 TOOLS: dict[str, Tool] = {each.name: each for each in (compose, reduce_task)}
@@ -111,19 +126,25 @@ def _levels(parts: int, fan_in: int) -> list[int]:
     return levels
 
 
-async def _parts_of(run: Run, parent: Agent, handle: str) -> list[str]:
-    assignment = parent.assignments.get(handle)
-    whole = await handle_of(run, parent, handle)
+async def _parts_of(context: ToolContext, name: str) -> list[Source]:
+    run, parent = who(context)
+    assignment = parent.assignments.get(name)
+    whole = await handle_of(context, name)
     if assignment is None or assignment.count == 1:
         return [whole]
-    rows = (await run.results.read(whole)).splitlines()
-    return [row["handle"] for row in map(orjson.loads, rows) if row["handle"]]
+    artefacts = [answer.artefact for answer in assignment.answers if answer.artefact is not None]
+    return [replace(whole, handle=run.results.learn(artefact)) for artefact in artefacts]
 
 
-async def _shown(run: Run, group: list[str], fan_in: int) -> str:
+async def _shown(run: Run, group: list[Source], fan_in: int) -> str:
     room = int(PROMPT_SHARE * run.config.context_bytes) // fan_in
     shown = []
-    for handle in group:
-        text, _ = await run.results.digest(await run.results.read(handle, 0, 2 * room), room)
-        shown.append(f"<part handle={handle!r} bytes={run.results.find(handle).size}>\n{text}\n</part>")
+    for part in group:
+        size = run.results.find(part.handle).size
+        whole = await run.results.read(part.handle, 0, room)
+        text = shortened(whole, room)
+        rest = (
+            "" if text == whole and size <= room else f"\n[... read_result({part.handle!r}, start, end) reads the rest]"
+        )
+        shown.append(f"<part handle={part.handle!r} bytes={size}>\n{text}{rest}\n</part>")
     return "\n".join(shown)

@@ -4,7 +4,8 @@ Steps are calls of a model: replies, and summaries when a context is compacted. 
 is earlier in the same agent, or when its outcome was known there:
 
     spawn     the parent's step that made the call    ->  the child's first step
-    result    the child's end                         ->  the step after the call that returned its result (`joined`)
+    result    the child's end                         ->  the step after the call that returned its result (`joined`),
+                                                          and the first step of an agent given it as a task (`after`)
     message   the sender's step                       ->  the receiver's step after it read the message
 
 Critical steps are the number of steps on the longest path in this graph. For a run in stages, where the orchestrator
@@ -122,6 +123,8 @@ class CriticalPath:
         if body["parent"] is not None:
             number = int(body["call"].partition(".")[0])
             state.front = self._reply(body["parent"], number, event)
+        for name in body.get("after", ()):
+            self._read_end(state, name, event)
 
     def _read_message(self, event: Event) -> None:
         body = event.read()
@@ -131,8 +134,12 @@ class CriticalPath:
     def _read_outcome(self, event: Event, agent: str) -> None:
         state = self._agent(agent, event)
         for name in event.read()["joined"]:
-            child = self._agent(name, event)
-            self._learn(state, child.front if child.delivered is None else child.delivered)
+            self._read_end(state, name, event)
+
+    def _read_end(self, state: _Agent, name: str, event: Event) -> None:
+        """What the other knew when its latest result was made is known here."""
+        other = self._agent(name, event)
+        self._learn(state, other.front if other.delivered is None else other.delivered)
 
     def _step(self, event: Event, kind: Literal["reply", "summary"]) -> None:
         number = event.read()["step"]

@@ -61,7 +61,16 @@ class Message:
     def text(self) -> str:
         if self.content is None or isinstance(self.content, str):
             return self.content or ""
-        return "".join(part.get("text", "") for part in self.content)
+        return "".join(str(part.get("text") or "") for part in self.content)
+
+
+def clean(text: str) -> str:
+    """The text as UTF-8 can hold it: half of a surrogate pair becomes a question mark."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-8", "replace").decode()
+    return text
 
 
 def message_from_plain(plain: Mapping[str, Any]) -> Message:

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import orjson
 from pydantic import Field
 
-from perilune.swarm.agent import Agent, Answer, Letter
+from perilune.swarm.agent import Agent, Answer, Letter, leave_records
 from perilune.swarm.budget import BudgetExceeded, Limits
+from perilune.swarm.journal.event import JournalError
 from perilune.swarm.rights import Rights, RightsExceeded, RightsRequest
 from perilune.swarm.scheduler import Job
 from perilune.swarm.settings import AgentSpec
@@ -44,14 +45,31 @@ class Assignment:
     agents: list[Agent]
     job: Job
     count: int = 1
+    whole: str | None = None
+    """Handle to all answers, once somebody asked for it."""
 
     @property
     def answers(self) -> list[Answer]:
+        if isinstance(self.job.error, JournalError):
+            raise self.job.error  # records that cannot be written or do not fit end the run
         return self.job.result or []
 
     @property
     def is_tainted(self) -> bool:
-        return any(agent.taint.is_tainted for agent in self.agents)
+        return any(agent.taint.is_tainted for agent in self.agents) or any(each.untrusted for each in self.answers)
+
+    @property
+    def started(self) -> tuple[str, ...]:
+        """Its agents, without those that ended in the queue."""
+        return tuple(agent.id for agent in self.agents if agent.job is not None or agent.has_records)
+
+    async def ended(self, context: ToolContext) -> None:
+        """Wait for its end, as the caller did in an earlier life of the run; its handle is known again."""
+        run, parent = who(context)
+        async with run.scheduler.resting(_job(parent)):
+            await self.job.ended()
+        if self.count > 1 and self.answers:
+            await whole_of(run, self)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -122,11 +140,12 @@ async def map_task(
     `agents` instances share the items (default: one for each item, if the budget allows)."""
     run, parent = who(context)
     spec = registered(parent, agent)
+    source = Source(handle="", is_tainted=False)
     if (items is None) == (items_from is None):
         raise ToolError("give either items or items_from")
     if items_from is not None:
-        text = await run.results.read(await handle_of(run, parent, items_from))
-        items = [line for line in text.splitlines() if line.strip()]
+        source = await handle_of(context, items_from)
+        items = [line for line in (await run.results.read(source.handle)).splitlines() if line.strip()]
     if not items:
         raise ToolError("there are no items")
     if "{item}" not in template:
@@ -135,6 +154,8 @@ async def map_task(
     count = min(agents or len(prompts), len(prompts))
     shares = [list(range(first, len(prompts), count)) for first in range(count)]
     members = create_agents(run, parent, context, spec, [f".{number}" for number in range(count)])
+    for member in members:
+        rest_on(member, [source])
 
     async def share_out(job: Job) -> list[Answer]:
         jobs = [
@@ -144,15 +165,16 @@ async def map_task(
         async with run.scheduler.resting(job):
             await run.scheduler.wait(jobs, count=len(jobs))
         answers: dict[int, Answer] = {}
-        for one, share in zip(jobs, shares):
-            got = one.result or [Answer(status="failed", error=str(one.error or "ended early"))]
-            answers |= {at: got[min(number, len(got) - 1)] for number, at in enumerate(share)}
+        for one, member, share in zip(jobs, members, shares):
+            got = one.result or member.answers
+            lost = lost_answer(one)
+            answers |= {at: got[number] if number < len(got) else lost for number, at in enumerate(share)}
         return [answers[at] for at in range(len(prompts))]
 
     assignment = start_job(run, parent, context, spec, members, share_out, what=f"{len(items)} items")
     assignment.count = len(items)
     text = f"Started {assignment.handle}: {len(items):,} items over {count} agents."
-    return ToolResult(text=text, spawned=tuple(member.id for member in members))
+    return ToolResult(text=text, spawned=tuple(member.id for member in members), joined=source.agents)
 
 
 @tool(effects="none", waits=True)
@@ -165,15 +187,15 @@ async def wait(
     """Wait for tasks by handle (default: all whose results you have not seen) until any, all or a number of them have
     ended, or the seconds are over. Returns what has ended; the others go on."""
     run, parent = who(context)
-    chosen = [assigned(parent, handle) for handle in handles] if handles else _unseen(parent)
+    chosen = [assigned(parent, handle) for handle in dict.fromkeys(handles)] if handles else _unseen(parent)
     if not chosen:
         return ToolResult(text="There is nothing to wait for.")
     count = 1 if mode == "any" else len(chosen) if mode == "all" else min(int(mode), len(chosen))
     async with run.scheduler.resting(_job(parent)):
-        ended = await run.scheduler.wait([each.job for each in chosen], count=count, seconds=seconds)
-    done = [each for each in chosen if each.job in ended]
+        await run.scheduler.wait([each.job for each in chosen], count=count, seconds=seconds)
+    done = [each for each in chosen if each.job.has_ended]
+    open_handles = ", ".join(each.handle for each in chosen if not each.job.has_ended)
     report = await _report(run, context.limit, done)
-    open_handles = ", ".join(each.handle for each in chosen if each not in done)
     rest = f"\n\nStill running: {open_handles}" if open_handles else ""
     return replace(report, text=report.text + rest)
 
@@ -188,18 +210,13 @@ async def read_result(
     """Read a stored result, or the part of it from byte `start` to byte `end`, by the handle of a task or an artefact
     (art:...). At most 32,768 bytes at a time."""
     run, parent = who(context)
-    assignment = parent.assignments.get(handle)
-    joined: tuple[str, ...] = ()
-    untrusted = parent.taint.is_tainted
-    if assignment is not None:
-        joined = tuple(agent.id for agent in assignment.agents)
-        untrusted = untrusted or assignment.is_tainted
-    handle = await handle_of(run, parent, handle)
-    artefact = run.results.find(handle)
-    stop = min(artefact.size, start + LARGEST_READ if end is None else min(end, start + LARGEST_READ))
-    text = await run.results.read(handle, start, stop)
+    source = await handle_of(context, handle)
+    size = run.results.find(source.handle).size
+    room = max(200, min(LARGEST_READ, context.limit - 100))
+    text, stop = await run.results.read_part(source.handle, start, size if end is None else end, room)
+    untrusted = source.is_tainted or parent.taint.is_tainted
     return ToolResult(
-        text=f"{text}\n[bytes {start:,} to {stop:,} of {artefact.size:,}]", joined=joined, untrusted=untrusted
+        text=f"{text}\n[bytes {start:,} to {stop:,} of {size:,}]", joined=source.agents, untrusted=untrusted
     )
 
 
@@ -207,15 +224,16 @@ async def read_result(
 def send(context: ToolContext, to: str, text: str) -> str:
     """Send a message to a running task by its handle, or to "parent", who reads it before its next step."""
     run, sender = who(context)
-    target = sender.parent if to == "parent" else assigned(sender, to).agents[0]
-    if target is None:
+    if to == "parent" and sender.parent is None:
         raise ToolError("you have no parent: answer instead")
-    if target.has_ended:
+    targets = [sender.parent] if to == "parent" else assigned(sender, to).agents
+    open_targets = [each for each in targets if each is not None and not each.has_ended]
+    if not open_targets and not is_repeated(context):
         raise ToolError(f"{to} has ended and reads nothing any more")
     letter_id = f"{sender.id}#{context.step}.{context.index}"
-    run.deliver(
-        target, Letter(id=letter_id, sender=sender.id, step=context.step, text=text, tainted=sender.taint.is_tainted)
-    )
+    tainted = sender.taint.is_tainted
+    for target in open_targets:
+        run.deliver(target, Letter(id=letter_id, sender=sender.id, step=context.step, text=text, tainted=tainted))
     return f"Sent to {to}."
 
 
@@ -224,10 +242,10 @@ async def cancel(context: ToolContext, handle: str) -> str:
     """End a running task and all that it started."""
     run, parent = who(context)
     assignment = assigned(parent, handle)
-    if assignment.job.has_ended:
-        return f"{handle} had already ended."
+    if _ends_by_itself(run, assignment):
+        await assignment.ended(context)
     await run.scheduler.cancel(assignment.job)
-    return f"{handle} is cancelled."
+    return f"{handle} {'is cancelled' if assignment.job.state == 'cancelled' else 'had already ended'}."
 
 
 @tool(effects="none")
@@ -271,9 +289,31 @@ def start_job(
 ) -> Assignment:
     handle = f"{spec.slug}-{context.step}.{context.index}"
     job = run.scheduler.start(f"{parent.id}/{handle}", job_work, owner=_job(parent))
+    job.when_ended(lambda: _dismiss(run, parent, members))
     assignment = Assignment(handle=handle, what=what, agents=members, job=job)
     parent.assignments[handle] = assignment
     return assignment
+
+
+def _dismiss(run: Run, parent: Agent, members: Sequence[Agent]) -> None:
+    """Those that never came to work give back what was set aside for them; if they did in an earlier life of the run,
+    the nearest agent above them that is still there writes their end."""
+    while parent.has_ended and parent.parent is not None:
+        parent = parent.parent
+    for member in members:
+        if member.job is None:
+            if member.has_records and not run.is_stopping:
+                if not leave_records(run, member):
+                    member.left_open.append(member.id)
+                parent.left_open += member.left_open
+            member.has_ended = True
+            member.budget.close()
+
+
+def _ends_by_itself(run: Run, assignment: Assignment) -> bool:
+    """Whether the records of an earlier life, not yet repeated, say that it ended, and not by being cancelled."""
+    ends = [run.chronicle.will_take(agent.id, "finished") for agent in assignment.agents]
+    return all(end is not None and end.read()["status"] != "cancelled" for end in ends)
 
 
 def run_agent(run: Run, member: Agent, prompts: Sequence[str], *, owner: Job, many: bool) -> Job:
@@ -303,7 +343,12 @@ def create_agents(
                     depth=parent.depth + 1,
                     model=spec.model or parent.model,
                     rights=rights,
-                    budget=parent.budget.child(spec.limits, name=name),
+                    budget=parent.budget.child(
+                        spec.limits,
+                        name=name,
+                        is_repeated=is_repeated(context) or run.chronicle.peek(name) is not None,
+                    ),
+                    has_records=run.chronicle.peek(name) is not None,
                     tools=run.tools_for(rights),
                     taint=Taint.inherited(parent.taint),
                     max_steps=run.config.subagent_steps if spec.limits.steps is None else spec.limits.steps,
@@ -339,7 +384,7 @@ async def _report(run: Run, limit: int, ended: Sequence[Assignment], *, single: 
     return ToolResult(
         text=text or "Nothing has ended yet.",
         is_error=bool(failed) or (single and not ended[0].answers),
-        joined=tuple(agent.id for each in ended for agent in each.agents),
+        joined=tuple(name for each in ended for name in each.started),
         untrusted=any(each.is_tainted for each in ended),
     )
 
@@ -364,8 +409,8 @@ async def _told(run: Run, assignment: Assignment, limit: int) -> str:
 async def _answer_text(run: Run, answer: Answer, limit: int) -> str:
     if answer.status != "done" or answer.artefact is None:
         return f"Ended without an answer ({answer.status}): {answer.error or 'no reason given'}"
-    handle = run.results.learn(answer.artefact)
-    shown, cut = await run.results.digest(answer.text, limit)
+    handle = run.results.learn(answer.artefact, tainted=answer.untrusted)
+    shown, cut = await run.results.digest(answer.text, limit, tainted=answer.untrusted)
     filled_in = answer.artefact.size != len(answer.text.encode("utf-8", "replace"))
     return (
         f"{shown}\n[with its references {answer.artefact.size:,} bytes: {handle}]" if filled_in and not cut else shown
@@ -379,31 +424,64 @@ async def whole_of(run: Run, assignment: Assignment) -> str:
         raise ToolError(_ending(assignment.job))
     if assignment.count == 1:
         if answers[0].artefact is None:
-            raise ToolError(f"{assignment.handle} has no result: {answers[0].error}")
-        return run.results.learn(answers[0].artefact)
-    lines = []
-    for at, answer in enumerate(answers):
-        if answer.artefact is not None:
-            run.results.learn(answer.artefact)
-        handle = f"art:{answer.artefact.sha256[:16]}" if answer.artefact else None
-        row = {"item": at, "status": answer.status, "text": answer.text, "handle": handle, "error": answer.error}
-        lines.append(orjson.dumps(row))
-    return await run.results.keep(b"\n".join(lines) + b"\n")
+            raise ToolError(f"Ended without an answer ({answers[0].status}): {answers[0].error or 'no reason given'}")
+        return run.results.learn(answers[0].artefact, tainted=answers[0].untrusted)
+    if assignment.whole is None:
+        lines = []
+        for at, answer in enumerate(answers):
+            handle = run.results.learn(answer.artefact, tainted=answer.untrusted) if answer.artefact else None
+            row = {"item": at, "status": answer.status, "text": answer.text, "handle": handle, "error": answer.error}
+            lines.append(orjson.dumps(row))
+        assignment.whole = await run.results.keep(b"\n".join(lines) + b"\n", tainted=assignment.is_tainted)
+    return assignment.whole
 
 
-async def handle_of(run: Run, parent: Agent, name: str) -> str:
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A stored result that a call reads."""
+
+    handle: str
+    agents: tuple[str, ...] = ()
+    """Who made it, where it is the result of a task."""
+    is_tainted: bool
+
+
+async def handle_of(context: ToolContext, name: str) -> Source:
     """The artefact behind the handle of an ended task, or the artefact itself."""
+    run, parent = who(context)
     assignment = parent.assignments.get(name)
     if assignment is None:
-        run.results.find(name)
-        return name
+        return Source(handle=name, is_tainted=run.results.is_tainted(name))
+    if is_repeated(context):
+        await assignment.ended(context)
     if not assignment.job.has_ended:
         raise ToolError(f"{name} is still running: wait for it first")
-    return await whole_of(run, assignment)
+    handle = await whole_of(run, assignment)
+    return Source(handle=handle, agents=assignment.started, is_tainted=assignment.is_tainted)
+
+
+def rest_on(agent: Agent, sources: Sequence[Source]) -> None:
+    """The task of an agent that has not begun is made of these results."""
+    agent.after = tuple(dict.fromkeys(name for source in sources for name in source.agents))
+    if any(source.is_tainted for source in sources):
+        agent.taint.add("a result in its task")
+
+
+def lost_answer(job: Job) -> Answer:
+    """In place of an answer that a job did not come to."""
+    if isinstance(job.error, JournalError):
+        raise job.error
+    status = "cancelled" if job.state == "cancelled" else "failed"
+    return Answer(status=status, error=str(job.error or "") or "ended early")
+
+
+def is_repeated(context: ToolContext) -> bool:
+    """Whether the call was made in an earlier life of the run and is made again for what it sets up."""
+    return context.extras.get("is_repeated", False)
 
 
 def _ending(job: Job) -> str:
-    return f"Ended without an answer ({job.state}): {job.error or 'no reason given'}"
+    return f"Ended without an answer ({job.state}): {str(job.error or '') or 'no reason given'}"
 
 
 def who(context: ToolContext) -> tuple[Run, Agent]:

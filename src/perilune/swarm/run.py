@@ -63,6 +63,8 @@ class Run:
     """The process ends, the run does not: agents leave without a last event."""
     letters: dict[str, list[Letter]] = field(default_factory=dict)
     """What a person wrote to agents that a resumed run has not created yet."""
+    cancelled: set[str] = field(default_factory=set)
+    """Agents that a person ended in an earlier life of the run."""
     _places: dict[str, tuple[Path, Sandbox | None]] = field(default_factory=dict)
 
     def add(self, agent: Agent) -> None:
@@ -82,6 +84,14 @@ class Run:
         """A message, before the agent's next step."""
         if self.engine is None or not self.engine.deliver(agent, letter):
             agent.inbox.append(letter)
+
+    async def catch_up(self, agent: Agent) -> None:
+        """Who has no records left waits for those who have. See `chronicle`."""
+        records = self.chronicle
+        if records.is_caught_up or records.peek(agent.id) is not None or self.engine is not None or agent.job is None:
+            return
+        async with self.scheduler.resting(agent.job):
+            await records.caught_up()
 
     def tools_for(self, rights: Rights) -> dict[str, Tool]:
         """Those that exist and that it may use; an agent that may create nobody has no tools for it."""

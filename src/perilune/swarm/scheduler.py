@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Literal
 
@@ -30,6 +30,7 @@ class Job:
         self.result: Any = None
         self.error: BaseException | None = None
         self._owned: dict[str, Job] = {}
+        self._when_ended: list[Callable[[], None]] = []
         self._ended = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._rests = 0
@@ -43,6 +44,13 @@ class Job:
 
     async def ended(self) -> None:
         await self._ended.wait()
+
+    def when_ended(self, call: Callable[[], None]) -> None:
+        """Call it once the job has ended, for whatever reason; at once when it has."""
+        if self.has_ended:
+            call()
+        else:
+            self._when_ended.append(call)
 
     def __repr__(self) -> str:
         return f"Job({self.name!r}, {self.state})"
@@ -86,10 +94,21 @@ class Scheduler:
         """Until `count` of the jobs have ended or the time is over; those that have ended, in the order given."""
         if count > len(jobs):
             raise ValueError(f"cannot wait for {count} of {len(jobs)} jobs")
+        left = count
+        enough = asyncio.Event()
+
+        def one_more() -> None:
+            nonlocal left
+            left -= 1
+            if left <= 0:
+                enough.set()
+
+        for job in jobs:
+            job.when_ended(one_more)
         try:
             async with asyncio.timeout(seconds):
-                while (left := count - sum(job.has_ended for job in jobs)) > 0:
-                    await _first_ends([job for job in jobs if not job.has_ended], left)
+                if left > 0:
+                    await enough.wait()
         except TimeoutError:
             pass
         return tuple(job for job in jobs if job.has_ended)
@@ -152,6 +171,9 @@ class Scheduler:
         if job.owner is not None:
             job.owner._owned.pop(job.name, None)
         job._ended.set()
+        for call in job._when_ended:
+            call()
+        job._when_ended.clear()
 
     async def _end_owned(self, job: Job) -> None:
         """A second cancellation must not leave anybody behind."""
@@ -191,16 +213,3 @@ class Scheduler:
                 if not place.done():
                     self._take()
                     place.set_result(None)
-
-
-async def _first_ends(jobs: Iterable[Job], count: int) -> None:
-    """Return after `count` of the jobs have ended, or earlier."""
-    waiting = {asyncio.ensure_future(job.ended()) for job in jobs}
-    try:
-        if count >= len(waiting):
-            await asyncio.wait(waiting)
-        else:
-            await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for each in waiting:
-            each.cancel()

@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AsyncExitStack, contextmanager
-from dataclasses import asdict, dataclass, field, fields
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import orjson
 from rich.console import Console
 
 from perilune.swarm.answer import write_answer
 from perilune.swarm.budget import Limits, Price, Prices
+from perilune.swarm.http_client import HTTPClient
 from perilune.swarm.journal.seal import load_or_create_key, state_folder
-from perilune.swarm.journal.sqlite_reader import SQLiteReader
+from perilune.swarm.place import JournalPlace
 from perilune.swarm.policy import Policy, load_policy
+from perilune.swarm.run import Engine, Run
 from perilune.swarm.sandbox import Mount, Sandbox, open_sandbox, sandbox_report
 from perilune.swarm.secrets import Secrets
 from perilune.swarm.settings import SwarmConfig
@@ -35,6 +38,9 @@ from perilune.swarm.tools.tool import Tool
 from perilune.swarm.tools.web import SearchEndpoint
 from perilune.swarm.view.controls import Approvals, Decision
 from perilune.swarm.view.server import View
+
+if TYPE_CHECKING:  # needs the extra `scale`
+    from perilune.swarm.scale.orders import Workplace
 
 SESSION = "session.json"
 
@@ -59,10 +65,23 @@ class Settings:
     mcp: str | None = None
     """TOML file with [[server]] tables."""
     limits: Mapping[str, float] = field(default_factory=dict)
+    token_ids: bool = False
+    """Ask for token ids and log-probabilities, for traces."""
     price: tuple[float, float] | None = None
     """Of a million prompt and completion tokens."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """Other fields of SwarmConfig."""
+    journal: str | None = None
+    """Address of a PostgreSQL server for the journal; None: a file in the run's folder."""
+    run: str = ""
+    """The run's name there."""
+    engine: Literal["local", "ray"] = "local"
+    """Where sub-agents run: in this process, or in a pool of Ray workers."""
+    workers: int = 2
+    """In the pool."""
+
+    def place(self, folder: Path) -> JournalPlace:
+        return JournalPlace(folder=folder, address=self.journal, run=self.run)
 
     def swarm_config(self) -> SwarmConfig:
         values = dict(self.config)
@@ -85,10 +104,15 @@ def load(folder: Path) -> Settings:
     except orjson.JSONDecodeError as error:
         raise SwarmError(f"{path} cannot be read: {error}") from None
     known = {each.name for each in fields(Settings)}
-    values = {
+    values: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in plain.items() if name in known
     }
     return Settings(**values)
+
+
+def place_of(folder: Path) -> JournalPlace:
+    """Where the journal of the run in this folder is."""
+    return load(folder).place(folder) if (folder / SESSION).exists() else JournalPlace(folder=folder)
 
 
 async def conduct(
@@ -103,37 +127,50 @@ async def conduct(
     say: Callable[[str], None] = lambda text: None,
 ) -> SwarmResult:
     """Run the task (None: go on with the run in the folder), show it, and write `answer.md`."""
-    if task is not None and (folder / JOURNAL).exists():
+    if task is not None and ((folder / JOURNAL).exists() or (folder / SESSION).exists()):
         raise SwarmError(f"{folder} holds a run already: `perilune swarm resume {folder}` goes on with it")
-    if task is None and not (folder / JOURNAL).exists():
+    if settings.journal is not None and not settings.run:
+        settings = replace(settings, run=f"{folder.name}-{uuid.uuid4().hex[:8]}")
+    place = settings.place(folder)
+    if task is None and not place.exists():
         raise SwarmError(f"{folder} holds no run: there is no {JOURNAL}")
+    if task is None:
+        _check_journal(place, folder)
     async with AsyncExitStack() as stack:
         toolbox = await _toolbox(settings, folder, stack, more_tools)
         for name, why in toolbox.missing.items():
             if settings.tools is not None and name in settings.tools:
                 raise SwarmError(f"tool {name!r} was asked for but cannot work: {why}")
+        policy = load_policy(Path(settings.policy)) if settings.policy else Policy()
+        client = _client(settings)
+        stack.push_async_callback(client.close)
         swarm = Swarm(
             settings.swarm_config(),
-            base_url=settings.base_url,
-            api_key_env=settings.api_key_env,
+            client=client,
             tools=toolbox.tools.values(),
-            policy=load_policy(Path(settings.policy)) if settings.policy else Policy(),
+            policy=policy,
             secrets=Secrets.from_environment(os.environ),
             prices=_prices(settings),
             open_sandbox=_sandboxes(settings) if _sandbox_missing() is None else None,
             extras=_extras(settings),
             key=load_or_create_key(),
             heads=state_folder() / "heads",
+            open_journal=place.opener(
+                load_or_create_key(), heads=state_folder() / "heads", elsewhere=settings.engine == "ray"
+            ),
+            open_engine=_engine(settings, folder, more_tools),
         )
+        if settings.engine == "ray":
+            say(f"starting {settings.workers} workers")
+        live = await stack.enter_async_context(swarm.start(task, folder=folder))
         if task is not None:
             save(settings, folder)
-        live = await stack.enter_async_context(swarm.start(task, folder=folder))
         approvals = Approvals()
         address = stack.enter_context(_web_view(live, settings, port, approvals)) if view else None
         if address:
             say(f"watch it at {address}")
         if not quiet:
-            reader = SQLiteReader(folder / JOURNAL)
+            reader = place.reader()
             cost = _prices(settings).cost if settings.price else None
             stack.enter_context(
                 TerminalView(
@@ -141,13 +178,74 @@ async def conduct(
                 )
             )
         result = await live.finish()
-    with SQLiteReader(folder / JOURNAL) as reader:
+    with place.reader() as reader:
         write_answer(result.answer if result.status == "done" else _without_answer(result), reader, folder)
     return result
 
 
+def _check_journal(place: JournalPlace, folder: Path) -> None:
+    """A run goes on only from a journal that nobody changed: agents will act on what it says."""
+    report = place.verify(load_or_create_key(), heads=state_folder() / "heads")
+    if not report.intact:
+        more = len(report.problems) + report.more_problems - 1
+        rest = f" and {more} more problems" if more else ""
+        raise SwarmError(
+            f"the journal of {folder} is not intact: {report.problems[0]}{rest}; `perilune swarm audit {folder}` tells"
+        )
+
+
 def _without_answer(result: SwarmResult) -> str:
     return f"The run ended without an answer ({result.status}): {result.error or 'no reason given'}"
+
+
+# Workers -------------------------------------------------------------------------------------------------------------
+
+
+def _engine(
+    settings: Settings, folder: Path, more: tuple[Tool, ...]
+) -> Callable[[Run], AbstractAsyncContextManager[Engine]] | None:
+    """A pool of workers, where one is asked for."""
+    if settings.engine == "local":
+        return None
+    if settings.journal is None:
+        raise SwarmError("--engine ray needs a journal that all workers reach: --journal postgresql://USER@HOST/NAME")
+    if settings.workers < 1:
+        raise SwarmError(f"--workers is {settings.workers}, expected 1 or more")
+    if more:
+        raise SwarmError(f"tool {more[0].name!r} is an object of this process: Ray workers cannot have it")
+    from perilune.swarm.scale.orders import Plan
+    from perilune.swarm.scale.ray_engine import open_ray_engine
+
+    plan = Plan(
+        dsn=settings.journal,
+        run=settings.run,
+        key=load_or_create_key(),
+        config=settings.swarm_config(),
+        folder=str(folder.resolve()),
+        workplace="perilune.swarm.session:workplace",
+        options={"settings": settings, "folder": str(folder.resolve())},
+    )
+    return open_ray_engine(plan, workers=settings.workers)
+
+
+@asynccontextmanager
+async def workplace(settings: Settings, folder: str) -> AsyncIterator[Workplace]:
+    """What a worker gives its agents: the same as the process that runs the orchestrator."""
+    from perilune.swarm.scale.orders import Workplace
+
+    async with AsyncExitStack() as stack:
+        toolbox = await _toolbox(settings, Path(folder), stack, ())
+        client = _client(settings)
+        stack.push_async_callback(client.close)
+        yield Workplace(
+            client=client,
+            tools=toolbox.tools.values(),
+            policy=load_policy(Path(settings.policy)) if settings.policy else Policy(),
+            secrets=Secrets.from_environment(os.environ),
+            prices=_prices(settings),
+            open_sandbox=_sandboxes(settings) if _sandbox_missing() is None else None,
+            extras=_extras(settings),
+        )
 
 
 # Parts ---------------------------------------------------------------------------------------------------------------
@@ -208,8 +306,8 @@ def _tables(path: Path, name: str) -> list[dict[str, Any]]:
 
 def _server(table: dict[str, Any]) -> dict[str, Any]:
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in table.items()}
-    if "folder" in values:
-        values["folder"] = Path(values["folder"])
+    if "folder" in table:
+        values["folder"] = Path(table["folder"])
     return values
 
 
@@ -227,6 +325,10 @@ def _extras(settings: Settings) -> dict[str, Any]:
     """What tools find beside their arguments: folders that agents may read, and why there is no sandbox."""
     folders = {"/docs": Path(settings.docs).resolve()} if settings.docs else {}
     return {"folders": folders, "sandbox_missing": _sandbox_missing()}
+
+
+def _client(settings: Settings) -> HTTPClient:
+    return HTTPClient(base_url=settings.base_url, api_key_env=settings.api_key_env, token_ids=settings.token_ids)
 
 
 def _prices(settings: Settings) -> Prices:
@@ -263,7 +365,7 @@ class PersonControls:
 def _web_view(live: Live, settings: Settings, port: int, approvals: Approvals) -> Iterator[str]:
     """The view's address while it is there. Somebody may look, so approvals are asked for."""
     cost = _prices(settings).cost if settings.price else None
-    reader = SQLiteReader(live.run.folder / JOURNAL)
+    reader = settings.place(live.run.folder).reader()
     view = View(
         reader=reader, journal=live.journal, controls=PersonControls(live), approvals=approvals, cost=cost, port=port
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from importlib import resources
 from typing import Any
 
@@ -75,6 +76,7 @@ class SwarmConfig:
         return int(self.turn_share * self.context_bytes)
 
 
+@cache
 def prompt(name: str) -> str:
     """A prompt that ships with the package: prompts/NAME.md."""
     return (resources.files("perilune.swarm") / "prompts" / f"{name}.md").read_text(encoding="utf-8").strip()

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from perilune.swarm.journal.event import Event
 
 if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider as SDKTracerProvider
     from opentelemetry.trace import Span, Tracer, TracerProvider
 
 OPERATION = "gen_ai.operation.name"
@@ -43,6 +44,20 @@ ATTEMPTS = "perilune.attempts"
 CALL_STATUS = "perilune.tool.status"
 
 ENDED_WELL = ("done", "ok", None)
+
+
+def collector() -> SDKTracerProvider:
+    """A provider that sends spans over OTLP/HTTP to where the OTEL_* variables say."""
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError:
+        raise ImportError("sending spans needs OpenTelemetry: pip install 'perilune[swarm-trace]'") from None
+    provider = TracerProvider(resource=Resource.create({"service.name": "perilune"}))
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    return provider
 
 
 class Spans:

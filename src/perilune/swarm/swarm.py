@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass, replace
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from perilune.swarm import compose, orchestrator
-from perilune.swarm.agent import Agent, Answer, Letter, work
+from perilune.swarm.agent import Agent, Answer, Letter, end_left_open, work
 from perilune.swarm.approvals import ApprovalDesk
 from perilune.swarm.budget import Budget, Prices
 from perilune.swarm.chronicle import Chronicle, artefact_of
@@ -27,6 +28,8 @@ from perilune.swarm.critical_path import critical_path
 from perilune.swarm.http_client import HTTPClient
 from perilune.swarm.journal.event import Event, Journal, JournalError
 from perilune.swarm.journal.sqlite import SQLiteJournal
+from perilune.swarm.messages import clean
+from perilune.swarm.place import JOURNAL
 from perilune.swarm.policy import Policy
 from perilune.swarm.results import Results
 from perilune.swarm.rights import ANY, Rights
@@ -38,8 +41,6 @@ from perilune.swarm.serial_collapse import serial_collapses
 from perilune.swarm.settings import AgentSpec, SwarmConfig
 from perilune.swarm.taint import Taint
 from perilune.swarm.tools.tool import Tool
-
-JOURNAL = "journal.sqlite"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +112,7 @@ class Swarm:
                 raise SwarmError(f"two tools are called {each.name!r}")
             self._tools[each.name] = each
         self._policy = policy or Policy()
-        self._secrets = secrets or Secrets()
+        self._secrets = Secrets.from_environment(os.environ) if secrets is None else secrets
         self._prices = prices or Prices()
         self._open_sandbox = open_sandbox
         self._extras = dict(extras or {})
@@ -142,7 +143,7 @@ class Swarm:
                 client = HTTPClient(base_url=str(self._base_url), api_key_env=self._api_key_env)
                 stack.push_async_callback(client.close)
             live = Live(self, journal, client, folder, task)
-            if self._open_engine is not None:
+            if self._open_engine is not None and live._over is None:
                 live.run.engine = await stack.enter_async_context(self._open_engine(live.run))
             stack.push_async_callback(live.stop)
             yield live
@@ -195,7 +196,9 @@ class Live:
                 self.run.results.learn(artefact)
         self.budget = Budget.root(config.limits)
         self._numbers = itertools.count()
-        self._task = _recorded_task(past) if task is None else task
+        self._task = _recorded_task(past) if task is None else clean(task)
+        self._lives = 0
+        """How many processes worked on the run before this one."""
         self._over = self._read_run_chain(past)
         self._job: Job | None = None
 
@@ -215,7 +218,9 @@ class Live:
         run = self.run
         await run.chronicle.record("run", "run_started", self._start_body())
         while run.chronicle.peek("run") is not None:  # read at the start
-            run.chronicle.take("run", "approval", "control")
+            run.chronicle.take("run", "approval", "control", "run_resumed")
+        if self._lives:
+            await run.chronicle.append("run", "run_resumed", {"life": self._lives})
         config = run.config
         models = frozenset({config.model, *config.models})
         # Hosts and folders are bounded by the tools that were given; a child's share of them by its parent's.
@@ -250,6 +255,7 @@ class Live:
             return
         if self._job.error is not None and self._job.state == "failed":
             raise self._job.error
+        await end_left_open(self.run, self.main)
         answer: Answer = self._job.result[0] if self._job.result else Answer(status="cancelled")
         result = answer.artefact.plain() if answer.artefact else None
         body = {"status": answer.status, "answer": result, "error": answer.error}
@@ -273,10 +279,12 @@ class Live:
         """End an agent and all below it."""
         target = self._living(agent)
         await self._control("cancel", agent, "")
+        self.run.cancelled.add(agent)  # in case it has yet to begin
         if target.job is not None:
             await self.run.scheduler.cancel(target.job)
 
     async def _control(self, action: str, agent: str, text: str) -> Event:
+        text = self.run.secrets.mask(clean(text))
         body = {"action": action, "agent": agent, "text": text, "id": f"control-{next(self._numbers)}"}
         return await self.run.chronicle.append("run", "control", body)
 
@@ -290,9 +298,13 @@ class Live:
 
     def _read_run_chain(self, past: Iterable[Event]) -> Event | None:
         """Letters of a person to be read again, time that has passed, and the end if there is one."""
-        over, times = None, []
+        over, seconds, began, last = None, 0.0, None, 0.0
         for event in past:
-            times.append(event.time)
+            if began is None or event.kind == "run_resumed":  # nobody worked between the lives of a run
+                self._lives += 1
+                seconds += 0.0 if began is None else max(0.0, last - began)
+                began = event.time
+            last = event.time
             if event.chain != "run":
                 continue
             if event.kind == "run_finished":
@@ -301,10 +313,13 @@ class Live:
                 self.run.desk.restore(event.read())
             elif event.kind == "control":
                 next(self._numbers)
-                if event.read()["action"] == "steer":
-                    self.run.letters.setdefault(event.read()["agent"], []).append(_letter(event))
-        if times:
-            self.budget.restore(seconds=max(0.0, times[-1] - times[0]))
+                body = event.read()
+                if body["action"] == "steer":
+                    self.run.letters.setdefault(body["agent"], []).append(_letter(event))
+                else:
+                    self.run.cancelled.add(body["agent"])
+        if began is not None:
+            self.budget.restore(seconds=seconds + max(0.0, last - began))
         return over
 
     def _start_body(self) -> dict[str, Any]:

@@ -61,8 +61,12 @@ ORDER = {
     for rank, status in enumerate(("running", "waiting", "failed", "budget", "queued", "cancelled", "done"))
 }
 
-# Control characters move the cursor or worse; the others turn the direction of what follows or are not seen.
-_OBEYED = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]+")
+# Control characters move the cursor or worse; the others turn the direction of what follows, are not seen, or (half a
+# character) cannot be written at all.
+_OBEYED = re.compile(
+    r"[\x00-\x1f\x7f-\x9f\xad\u061c\u180e\u200b-\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\ufeff\ufff9-\ufffb"
+    r"\U000e0000-\U000e007f]+"
+)
 
 Line = list[Segment]
 

@@ -115,7 +115,8 @@ def test_an_expired_lease_changes_hands_and_the_late_worker_is_refused(postgres_
     assert verify_run(postgres_dsn, run, KEY).intact
 
 
-def test_an_append_that_waited_while_its_lease_went_is_refused_though_it_came_back(postgres_dsn, run):
+@pytest.mark.parametrize("came_back", [True, False])
+def test_an_append_that_waited_while_its_lease_went_is_refused(postgres_dsn, run, came_back):
     """The token is taken when the append is called, not when it is written."""
 
     async def work():
@@ -130,14 +131,34 @@ def test_an_append_that_waited_while_its_lease_went_is_refused_though_it_came_ba
         waiting = asyncio.create_task(journal.append("main", "reply", {"step": 0}))
         await asyncio.sleep(0.01)
         await journal.release([lease])
-        await journal.claim("one", 60)
+        if came_back:
+            await journal.claim("one", 60)
         await transaction.rollback()
         await journal._pool.release(lock)
         await blocked
         with pytest.raises(StaleLease):
             await waiting
+        if not came_back:
+            await journal.claim("one", 60)
         assert (await journal.append("main", "reply", {"step": 0})).seq == 1
         await journal.close()
+
+    asyncio.run(work())
+
+
+def test_a_new_holder_continues_what_it_never_heard_of(postgres_dsn, run):
+    async def work():
+        one, two = await with_agents(postgres_dsn, run, "main"), await joined(postgres_dsn, run)
+        await two._listener.remove_listener(two._channel, two._told)
+        leases = await one.claim("one", 60)
+        await one.append("main", "reply", {"step": 0})
+        await one.append("main#0.0", "call_started", {})
+        await one.release(leases)
+        await two.claim("two", 60)
+        assert (await two.append("main", "reply", {"step": 1})).seq == 2
+        assert (await two.append("main#0.0", "outcome", {})).seq == 1
+        for journal in (one, two):
+            await journal.close()
 
     asyncio.run(work())
 

@@ -243,6 +243,8 @@ def test_without_a_key_chains_are_checked_and_the_report_says_what_is_not(folder
     assert report.intact and not report.sealed and "no key" in report.remarks[0]
     change(folder, "UPDATE events SET body = CAST(replace(body, '3', '4') AS BLOB) WHERE idx = 13")
     assert [(problem.index, problem.chain) for problem in check(folder, key=None).problems] == [(13, "main/agent-1")]
+    change(folder, "UPDATE events SET seq = 77 WHERE idx = 20")
+    assert "it has number 77 on its chain, expected 5" in check(folder, key=None).problems[1].what
 
 
 def test_a_journal_without_seals_still_finds_accidents(tmp_path):

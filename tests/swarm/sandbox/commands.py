@@ -105,6 +105,8 @@ CONNECT = (
     "perl -MIO::Socket::INET -e 'IO::Socket::INET->new(\"127.0.0.1:{port}\")'",
     "python -c \"import socket; socket.socket(socket.AF_UNIX).connect('\\0{abstract}')\"",
     "python -c \"import socket; socket.socket(socket.AF_UNIX).connect('{outside}/socket')\"",
+    "python -c \"import socket; socket.socket(socket.AF_UNIX).connect('/mnt/granted/socket')\"",
+    "cd /mnt/granted; python -c \"import socket; socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM).connect('socket')\"",
     "python -c \"import socket; socket.socket(socket.AF_PACKET, socket.SOCK_RAW, 3)\" && echo ESCAPED",
     "python -c \"import socket; socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, 0)\" && echo ESCAPED",
     "python -c \"import socket; socket.socket(socket.AF_VSOCK, socket.SOCK_STREAM)\" && echo ESCAPED",
@@ -121,5 +123,7 @@ CALLS = {
     "open_by_handle_at": "304, -100, 0, 0", "memfd_create": "319, b'x', 0", "process_vm_readv": "310, 1, 0, 0, 0, 0, 0",
     "pidfd_getfd": "438, 0, 0, 0", "open_tree": "428, -100, b'/', 1", "fsopen": "430, b'tmpfs', 0",
     "shmget": "29, 0, 4096, 0o1600", "chroot": "161, b'/tmp'", "pivot_root": "155, b'/', b'/'", "setns": "308, 0, 0",
+    "semget": "64, 0, 1, 0o1600", "msgget": "68, 0, 0o1600", "io_setup": "206, 1, bytes(8)",
+    "vmsplice": "278, 1, bytes(16), 0, 0", "huge pages": "9, 0, 2 << 20, 3, 0x40022, -1, 0",
     "personality": "135, 0x40000", "x32 getpid": "0x40000000 + 39",
 }  # fmt: skip

@@ -8,7 +8,9 @@ import asyncio
 import base64
 import codecs
 import ctypes
+import importlib.util
 import json
+import marshal
 import os
 import platform
 import secrets
@@ -21,7 +23,7 @@ import threading
 import time
 from pathlib import Path
 
-from perilune.swarm.sandbox import Limits, Mount, layers, open_sandbox
+from perilune.swarm.sandbox import Limits, Mount, bubblewrap, launch, layers, open_sandbox
 from perilune.swarm.sandbox.accounting import find_trees, read_processes
 from tests.swarm.sandbox import commands
 
@@ -44,9 +46,11 @@ class Host:
         self.secret = self.outside / "secret.txt"
         self.secret.write_text(self.token)
         self.secret.chmod(0o644)
+        self.granted = fresh(folder, "granted")
         self.connections = 0
         self.servers = [
             socket.create_server(("127.0.0.1", 0)),
+            socket.socket(socket.AF_UNIX),
             socket.socket(socket.AF_UNIX),
             socket.socket(socket.AF_UNIX),
         ]
@@ -54,6 +58,8 @@ class Host:
         self.servers[1].bind(f"\0{self.abstract}")
         os.chdir(self.outside)
         self.servers[2].bind("socket")  # by a short name: that of a socket is at most 108 bytes
+        self.servers[3].bind("../granted/socket")
+        os.chmod("../granted/socket", 0o777)
         for server in self.servers:
             server.listen()
             threading.Thread(target=self._serve, args=(server,), daemon=True).start()
@@ -107,7 +113,7 @@ async def in_parallel(jobs, width=6):
 async def escapes(folder: Path) -> dict:
     """Every command, each in a workspace of its own; what it printed, and what became of the host."""
     host = Host(folder)
-    granted = fresh(folder, "granted")
+    granted = host.granted
     (granted / "known.txt").write_text("KNOWN" + host.token)
 
     async def attempt(number: int, text: str) -> list[str]:
@@ -122,7 +128,12 @@ async def escapes(folder: Path) -> dict:
         return [f"{text}: {problem}" for problem in problems]
 
     texts = [*commands.READ, *commands.WRITE, *commands.CONNECT]
-    found = await in_parallel([attempt(number, text) for number, text in enumerate(texts)])
+    # Those that only read share a sandbox by fours: starting one costs more than they do.
+    reading = [
+        "\n".join(f"({text}\n)" for text in commands.READ[at : at + 4]) for at in range(0, len(commands.READ), 4)
+    ]
+    alone = [*reading, *commands.WRITE, *commands.CONNECT]
+    found = await in_parallel([attempt(number, text) for number, text in enumerate(alone)])
     # The same means of detection must see what was granted, or they prove nothing.
     control = open_sandbox(fresh(folder, "control"), mounts=[Mount(source=granted, target="/mnt/granted")])
     seen = await control.run(["cat", "/mnt/granted/known.txt"], limits=ROOMY)
@@ -188,6 +199,19 @@ print(json.dumps({
     }
 
 
+async def first_process(folder: Path) -> dict:
+    """Without Landlock, which hides it: may a program write into the memory of the process that has no filter?"""
+    source = Path(launch.__file__).read_text()
+    code = compile(source.replace("version = landlock_version()", "version = 0"), "launch", "exec", dont_inherit=True)
+    bubblewrap.launcher_code = lambda: importlib.util.MAGIC_NUMBER + bytes(12) + marshal.dumps(code)
+    program = """
+try: print(open('/proc/1/maps').read()); open('/proc/1/mem', 'r+b')
+except OSError as problem: print(problem.errno)"""
+    run = await open_sandbox(fresh(folder, "work")).run(["python", "-c", program], limits=ROOMY)
+    own = await open_sandbox(folder / "work").run(["python", "-c", program.replace("/1/", "/self/")], limits=ROOMY)
+    return {"first": run.stdout.decode().strip(), "own": own.stdout.decode().strip()}
+
+
 ABUSES = {
     "processes": "python -c \"\nimport os, time\nwhile True:\n  try: os.fork()\n"
                  "  except OSError: time.sleep(0.1)\"",
@@ -208,6 +232,13 @@ MORE_ABUSES = {
                               "  f = open('/work/gone', 'wb'); os.unlink('/work/gone')\n"
                               "  f.write(bytes(4 << 20)); f.flush(); os.dup(f.fileno())\ntime.sleep(60)\""),
     "errors without end": ("output", "yes >&2"),
+    "memory in page tables": ("memory", "python -c \"\nimport mmap, time\n"
+                              "m = mmap.mmap(-1, 160 << 30, flags=0x4022, prot=1)\n"
+                              "for at in range(0, len(m), 2 << 20): m[at]\ntime.sleep(60)\""),
+    "memory in sockets": ("memory", "for i in 1 2; do python -c \"\nimport socket, time\nkept = []\n"
+                          "for i in range(500): kept += socket.socketpair()\n"
+                          "for s in kept: s.setsockopt(1, 7, 1 << 20); s.setblocking(False); s.send(b'x' * 60000)\n"
+                          "time.sleep(60)\" & done; wait"),
 }  # fmt: skip
 
 

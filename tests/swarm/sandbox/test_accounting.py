@@ -1,6 +1,10 @@
 """What is counted against a limit, and when a limit counts as passed."""
 
+import contextlib
+import itertools
+import mmap
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -16,6 +20,7 @@ from perilune.swarm.sandbox.accounting import (
     Process,
     find_trees,
     folder_bytes,
+    kernel_bytes,
     private_bytes,
     read_processes,
     scratch_bytes,
@@ -31,7 +36,7 @@ def watch(tmp_path: Path, reports: list[str], **changes) -> Watch:
     options = {
         "root": 1,
         "limits": LIMITS,
-        "workspace": tmp_path,
+        "folders": (tmp_path,),
         "most_disk_bytes": 1 << 20,
         "exceeded": reports.append,
     }
@@ -101,8 +106,10 @@ def test_what_cannot_be_counted_is_too_much(tmp_path: Path, monkeypatch: pytest.
         os.close(place)
         place = deeper
     os.close(place)
-    assert folder_bytes(tmp_path) == UNCOUNTABLE
-    subprocess.run(["rm", "-rf", str(tmp_path / ("d" * 250))], check=True)
+    try:
+        assert folder_bytes(tmp_path) == UNCOUNTABLE
+    finally:
+        subprocess.run(["rm", "-rf", str(tmp_path / ("d" * 250))], check=True)
     assert folder_bytes(tmp_path) < UNCOUNTABLE
 
     def closed(*_: object) -> int:
@@ -120,6 +127,37 @@ def test_files_without_a_name_are_counted_while_open(tmp_path: Path) -> None:
         (tmp_path / "f").unlink()
         assert unlinked_bytes([os.getpid()]) - before >= 1 << 20
     assert unlinked_bytes([os.getpid()]) <= before
+
+
+def test_what_the_kernel_keeps_for_a_process_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def now() -> int:
+        return kernel_bytes([os.getpid()], read_processes())
+
+    monkeypatch.setattr(accounting, "MANY_DESCRIPTORS", 1 << 20)
+    few = now()
+    monkeypatch.setattr(accounting, "MANY_DESCRIPTORS", 0)
+    with contextlib.ExitStack() as kept:
+        before = now()
+        for end in itertools.chain(*(socket.socketpair() for _ in range(20))):
+            kept.enter_context(end)
+        assert now() - before == 40 * accounting.BUFFER_BYTES
+        server = kept.enter_context(socket.create_server(("127.0.0.1", 0)))
+        sender = kept.enter_context(socket.create_connection(server.getsockname()))
+        kept.enter_context(server.accept()[0])
+        silent = now()
+        sender.sendall(bytes(100_000))
+        assert now() - silent >= 100_000
+    monkeypatch.setattr(accounting, "LARGE_SPACE", 0)
+    assert now() - before >= 100_000  # this process has page tables of that size
+    monkeypatch.undo()
+    assert now() == few  # few descriptors and no large space: not worth a look
+
+
+def test_memory_that_processes_share_is_not_on_disk() -> None:
+    before = unlinked_bytes([os.getpid()])
+    with mmap.mmap(-1, 4 << 20) as shared:
+        shared.write(b"x" * (4 << 20))
+        assert unlinked_bytes([os.getpid()]) - before < 4 << 20
 
 
 @pytest.mark.parametrize(
@@ -148,6 +186,7 @@ def test_a_limit_is_reported_when_it_is_passed(
     monkeypatch.setattr(supervisor, "read_processes", lambda: found)
     monkeypatch.setattr(supervisor, "private_bytes", lambda tree: exact)
     monkeypatch.setattr(supervisor, "scratch_bytes", lambda tree: 0)
+    monkeypatch.setattr(supervisor, "kernel_bytes", lambda tree, processes: 0)
     reports: list[str] = []
     look_at_processes([watch(tmp_path, reports)])
     assert reports == expected
@@ -155,11 +194,25 @@ def test_a_limit_is_reported_when_it_is_passed(
 
 def test_the_supervisor_looks_more_often_when_a_limit_is_near(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "scratch_bytes", lambda tree: 0)
+    monkeypatch.setattr(supervisor, "kernel_bytes", lambda tree, processes: 0)
     for memory, expected in ((100, supervisor.CALM), (600, supervisor.QUICK)):
         found = {1: Process(parent=0, cpu_seconds=0, resident_bytes=memory)}
         monkeypatch.setattr(supervisor, "read_processes", lambda found=found: found)
         assert look_at_processes([watch(tmp_path, [], since=time.monotonic() - 100)]) == expected
     assert look_at_processes([watch(tmp_path, [])]) == supervisor.QUICK
+
+
+def test_all_that_can_be_written_to_counts_together(tmp_path: Path) -> None:
+    reports: list[str] = []
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "f").write_bytes(os.urandom(600_000))
+    watched = watch(tmp_path, reports, root=os.getpid(), folders=(tmp_path / "a",))
+    look_at_disk([watched])
+    assert reports == []
+    watched.folders += (tmp_path / "b",)
+    look_at_disk([watched])
+    assert reports == ["disk"]
 
 
 def test_a_grown_workspace_is_reported_once(tmp_path: Path) -> None:

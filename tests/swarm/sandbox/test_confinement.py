@@ -20,6 +20,12 @@ def test_refused_system_calls_fail(play: Play) -> None:
     assert play("calls")["worked"] == []
 
 
+def test_the_first_process_is_out_of_reach_also_without_landlock(play: Play) -> None:
+    found = play("first_process")
+    assert found["first"] == "13"
+    assert "/bin/python" in found["own"]  # the same program sees itself
+
+
 def test_a_program_sees_its_workspace_and_little_else(play: Play) -> None:
     found = play("view_from_inside")
     assert found["exit_code"] == 0, found["stderr"]

@@ -116,7 +116,8 @@ def test_a_mount_over_the_system_or_the_workspace_is_refused(workspace: Path, ta
     "words,message",
     [
         ({"argv": []}, "argv is"), ({"argv": "ls"}, "argv is"), ({"argv": ["a\0"]}, "NUL"), ({"cwd": "work"}, "cwd is"),
-        ({"env": {"A=B": "c"}}, "env holds"),
+        ({"env": {"A=B": "c"}}, "env holds"), ({"argv": ["echo", "\ud800"]}, "argv holds"),
+        ({"cwd": "/\ud800"}, "cwd holds"), ({"env": {"A": "\udfff"}}, "env holds"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_executed_is_refused_by_name(workspace: Path, words: dict, message: str) -> None:
@@ -161,6 +162,13 @@ def test_what_a_workspace_held_before_counts_for_nothing(workspace: Path) -> Non
     assert run(workspace, "sh", "-c", "head -c 100000 /dev/zero > a", limits=Limits(disk_bytes=1 << 20)).stopped is None
 
 
+def test_a_writable_mount_is_filled_no_further_than_the_workspace(workspace: Path, tmp_path: Path) -> None:
+    (tmp_path / "notes").mkdir()
+    mounts = (Mount(source=tmp_path / "notes", target="/mnt/notes", writable=True),)
+    fill = "for i in 1 2 3 4; do head -c 1000000 /dev/zero > /mnt/notes/$i; done; sleep 60"
+    assert run(workspace, "sh", "-c", fill, mounts=mounts, limits=Limits(disk_bytes=2 << 20)).stopped == "disk"
+
+
 def test_a_workspace_swapped_for_another_is_refused(workspace: Path, tmp_path: Path) -> None:
     sandbox = open_sandbox(workspace)
     workspace.rename(tmp_path / "moved")
@@ -197,9 +205,10 @@ def test_a_loop_that_ends_takes_its_sandboxes_along(workspace: Path) -> None:
         asyncio.get_running_loop().create_task(open_sandbox(workspace).run(["sleep", "3600"], limits=LIMITS))
         await asyncio.sleep(0.3)
 
+    before = _children()  # of other tests in this process
     asyncio.run(leave())
     until = time.monotonic() + 20
-    while (left := _children()) and time.monotonic() < until:
+    while (left := [each for each in _children() if each not in before]) and time.monotonic() < until:
         time.sleep(0.05)
     assert left == []
 
@@ -268,10 +277,27 @@ def test_an_unstartable_program_is_a_refusal(workspace: Path, tmp_path: Path, mo
 
 
 def test_a_layer_that_cannot_be_put_in_force_is_a_refusal(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bubblewrap, "build_filter", lambda: b"\xff" * 16)  # no valid program
+    monkeypatch.setattr(bubblewrap, "build_filter", lambda **_: b"\xff" * 16)  # no valid program
     with pytest.raises(SandboxUnavailable, match="could not be closed"):
         run(workspace, "touch", "ran")
     assert not list(workspace.iterdir())
+
+
+@pytest.mark.parametrize("name", ["with space", "new\nline", "ünï", "--bind", "\udcff\udcfe", "$(x)`y`'\"", "a,b"])
+def test_a_workspace_may_have_any_name(tmp_path: Path, name: str) -> None:
+    workspace = tmp_path / name
+    workspace.mkdir()
+    assert run(workspace, "sh", "-c", "pwd; echo new > a").stdout == b"/work\n"
+    assert (workspace / "a").read_text() == "new\n"
+
+
+def test_a_workspace_may_be_named_from_where_one_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path)
+    sandbox = open_sandbox(Path("here"))
+    monkeypatch.chdir("/")  # and means the same folder afterwards
+    assert asyncio.run(sandbox.run(["touch", "made"], limits=LIMITS)).exit_code == 0
+    assert (tmp_path / "here" / "made").exists()
 
 
 def test_a_workspace_must_be_a_folder(tmp_path: Path) -> None:

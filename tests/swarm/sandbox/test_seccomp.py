@@ -15,12 +15,12 @@ from perilune.swarm.sandbox.seccomp import ALLOW, KILL_PROCESS, NUMBERS, PROCESS
 MACHINES = sorted(PROCESSORS)
 
 
-def judge(machine: str, number: int, *arguments: int, arch: int | None = None) -> int:
+def judge(machine: str, number: int, *arguments: int, arch: int | None = None, unix_sockets: bool = True) -> int:
     """What the filter says to a call: the semantics of classic BPF, as the kernel runs it."""
     padded = (*arguments, *[0] * (6 - len(arguments)))
     arch = PROCESSORS[machine].audit_arch if arch is None else arch
     data = struct.pack("<iIQ6Q", struct.unpack("<i", struct.pack("<I", number))[0], arch, 0, *padded)
-    program = build_filter(machine)
+    program = build_filter(machine, unix_sockets=unix_sockets)
     assert program is not None and len(program) % 8 == 0
     steps = list(struct.iter_unpack("<HBBI", program))
     place = accumulator = 0
@@ -65,7 +65,7 @@ def test_the_dangerous_calls_are_among_the_refused() -> None:
         "ptrace", "mount", "umount2", "pivot_root", "keyctl", "add_key", "bpf", "userfaultfd", "perf_event_open",
         "kexec_load", "kexec_file_load", "io_uring_setup", "unshare", "setns", "clone3", "init_module",
         "process_vm_readv", "open_by_handle_at", "reboot", "swapon", "mount_setattr", "move_mount",
-        "fsopen", "open_tree", "pidfd_getfd",
+        "fsopen", "open_tree", "pidfd_getfd", "semget", "msgget", "vmsplice", "io_setup",
     }  # fmt: skip
 
 
@@ -92,6 +92,28 @@ def test_sockets_are_unix_or_internet(machine: str, family: int) -> None:
     assert judge(machine, number_of(machine, "socket"), family, 1, 0) == expected
     expected = ALLOW if family == 1 else refusal(errno.EAFNOSUPPORT)
     assert judge(machine, number_of(machine, "socketpair"), family, 1, 0) == expected
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_beside_mounts_there_are_pairs_but_no_other_unix_sockets(machine: str) -> None:
+    socket = number_of(machine, "socket")
+    assert judge(machine, socket, 1, 1, 0, unix_sockets=False) == refusal(errno.EAFNOSUPPORT)
+    assert [judge(machine, socket, family, 1, 0, unix_sockets=False) for family in (2, 10)] == [ALLOW] * 2
+    assert judge(machine, number_of(machine, "socketpair"), 1, 1, 0, unix_sockets=False) == ALLOW
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@given(level=st.sampled_from([0, 1, 2, 6, 2**32 + 1]), option=st.integers(0, 40))
+def test_the_size_of_a_buffer_is_set_only_in_appearance(machine: str, level: int, option: int) -> None:
+    pretends = level & 0xFFFFFFFF == 1 and option in (7, 8, 32, 33)  # the kernel takes the low half alone
+    assert judge(machine, number_of(machine, "setsockopt"), 3, level, option) == (refusal(0) if pretends else ALLOW)
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@given(flags=st.integers(0, 2**32 - 1))
+def test_no_memory_comes_out_of_the_pool_of_huge_pages(machine: str, flags: int) -> None:
+    expected = refusal(errno.EPERM) if flags & 0x40000 else ALLOW
+    assert judge(machine, number_of(machine, "mmap"), 0, 4096, 3, flags) == expected
 
 
 @pytest.mark.parametrize("machine", MACHINES)

@@ -28,7 +28,7 @@ def tools() -> list[dict[str, object]]:
     described = said.read_text() if said.exists() else "Says it back."
     schema = {"type": "object", "properties": {"text": {"type": "string"}}, "additionalProperties": False}
     names = ["environment", "crash", "slow", "error", "flood", "chatter", "huge", "endless_line", "image", "child"]
-    names += ["become", "strange", "evil pattern", "same.name", "same_name"]
+    names += ["become", "strange", "evil pattern", "same.name", "same_name", "answers", "bulk"]
     listed: list[dict[str, object]] = [{"name": "echo", "description": described, "inputSchema": schema}]
     listed += [{"name": name, "description": name, "inputSchema": {"type": "object"}} for name in names]
     listed.append({"name": "long", "description": "x" * 100_000, "inputSchema": {"type": "object"}})
@@ -64,6 +64,12 @@ def call(name: str, arguments: dict[str, str]) -> dict[str, object] | None:
     if name == "chatter":
         while True:
             say({"jsonrpc": "2.0", "method": "notifications/message", "params": {"level": "info", "data": "x"}})
+    if name == "answers":
+        while True:
+            say({"jsonrpc": "2.0", "id": "nobody asked", "result": {}})
+    if name == "bulk":
+        while True:
+            say({"jsonrpc": "2.0", "method": "notifications/message", "params": {"level": "info", "data": "x" * 7**7}})
     if name == "endless_line":
         while True:
             sys.stdout.write("x" * 65_536)
@@ -102,6 +108,9 @@ for line in sys.stdin:
         }
     elif method == "tools/list":
         answer["result"] = {"tools": tools()}
+        if (state / "endless").exists():
+            unusable = [{"name": "n" * 100_000, "inputSchema": {"type": "object"}}]
+            answer["result"] = {"tools": unusable, "nextCursor": "again"}
     elif method == "tools/call":
         result = call(request["params"]["name"], request["params"].get("arguments") or {})
         if result is None:

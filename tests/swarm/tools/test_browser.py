@@ -1,15 +1,19 @@
 """The browser: pages with scripts, and no way out but the door."""
 
 import asyncio
+import os
+import signal
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
 from aiohttp import web
 
 from perilune.swarm.rights import Rights
-from perilune.swarm.tools import browser_room
+from perilune.swarm.sandbox.contract import Limits
+from perilune.swarm.tools import browser, browser_room
 from perilune.swarm.tools.browser import Browser, browser_tools, open_browser
 from perilune.swarm.tools.door import Door
 from perilune.swarm.tools.network import NetworkPolicy
@@ -53,6 +57,12 @@ PAGES = {
     "/about": page("<p>About us<script>window.open('/popup')</script>"),
     "/order": order,
     "/secret": page("SECRET"),
+    "/liar": page(
+        "<p>honest words<form onclick=1><input name=getAttribute><input name=getBoundingClientRect></form>"
+        "<img name=querySelectorAll><script>document.title = 't'.repeat(1e6);"
+        "Object.assign(String.prototype, {slice: () => 'x'.repeat(1e8)});"
+        "Array.prototype.map = Array.prototype.filter = () => 'LIE'; Object.prototype.toJSON = () => 'LIE'</script>"
+    ),
     "/file": page("<iframe src='file:///etc/passwd'></iframe><p>done"),
 }
 
@@ -90,6 +100,9 @@ def test_an_agent_reads_clicks_types_and_never_leaves_the_policy(tmp_path: Path)
             theirs = await call(tools["browser_open"], other, url=site.url("/order?what=x"))
             assert "ordered x None" in theirs.text
             assert "root:" not in (await call(tools["browser_open"], other, url=site.url("/file"))).text
+            # Scripts that replace what a reader calls change nothing about what is read, nor how much.
+            liar = (await call(tools["browser_open"], other, url=site.url("/liar"))).text
+            assert "honest words" in liar and "LIE" not in liar and "[1] form: " in liar and len(liar) < 5_000
 
             for url in (
                 f"http://127.0.0.1:{site.port}/secret",
@@ -216,6 +229,72 @@ def test_the_door_lets_through_what_the_guard_allows_and_counts_it(tmp_path: Pat
             door.total_bytes = door.passed
             assert b"SECRET" not in await through_the_door(door, tmp_path / "door", request)
             await door.close()
+
+    asyncio.run(scene())
+
+
+def test_a_connection_through_the_door_does_not_last_for_ever(tmp_path: Path) -> None:
+    async def scene() -> None:
+        async with serving(PAGES) as site:
+            door = Door(policy=site.policy, resolver=site.resolver, longest_seconds=0.2)
+            await door.open(tmp_path / "door")
+            silent = f"CONNECT site.example.com:{site.port} HTTP/1.1\r\n\r\n".encode()
+            assert (await through_the_door(door, tmp_path / "door", silent)).startswith(b"HTTP/1.1 200")
+            await door.close()
+
+    asyncio.run(scene())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the room is a matter of Linux")
+def test_a_room_that_takes_too_much_is_ended_with_all_that_is_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(browser, "ROOM_LIMITS", Limits(processes=2))
+    connect = "import socket, time; s = socket.socket(socket.AF_UNIX); s.connect('door'); time.sleep(1000)"
+
+    async def scene() -> None:
+        policy = NetworkPolicy()
+        room = Browser(policy=policy, folder=tmp_path, door=Door(policy=policy))
+        room.door.on_caller = room._watch_room
+        await room.door.open(tmp_path / "door")
+        many = " ".join(["sleep 1000 &"] * 5)
+        # As in the room: a first process, and beneath it the one that talks to the door.
+        first = await asyncio.create_subprocess_exec(
+            "sh", "-c", f'{many} {sys.executable} -S -c "{connect}"; true', cwd=tmp_path, start_new_session=True
+        )
+        try:
+            assert await asyncio.wait_for(first.wait(), 60) == -signal.SIGKILL
+            assert any("took too much (processes)" in each for each in room.door.refused)
+            await room.close()
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(first.pid, signal.SIGKILL)
+
+    asyncio.run(scene())
+
+
+GREEDY = """<p>hungry<script>
+const kept = []; setInterval(() => { for (let i = 0; i < 4; i++) kept.push(new Uint8Array(16 << 20).fill(7)); }, 20);
+</script>"""
+
+
+@pytest.mark.long
+@needs_browser
+def test_a_page_that_takes_the_memory_ends_the_browser_and_the_next_page_has_a_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(browser, "ROOM_LIMITS", Limits(memory_bytes=1 << 30, processes=256))
+
+    async def scene() -> None:
+        pages = {"/": page(GREEDY), "/calm": page("<p>calm")}
+        async with serving(pages) as site, open_browser(site.policy, resolver=site.resolver) as room:
+            tools = {tool.name: tool for tool in browser_tools(room)}
+            await call(tools["browser_open"], context_in(tmp_path), url=site.url())
+            async with asyncio.timeout(60):
+                while room._chromium is not None and room._chromium.is_connected():
+                    await asyncio.sleep(0.05)
+            shown = await call(tools["browser_open"], context_in(tmp_path), url=site.url("/calm"))
+            assert "calm" in shown.text and "took too much (memory)" in shown.text
 
     asyncio.run(scene())
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from perilune.swarm.sandbox import open_sandbox
 from perilune.swarm.sandbox.contract import Completed
-from perilune.swarm.tools import extract
+from perilune.swarm.tools import extract, ingest
 from perilune.swarm.tools.documents import (
     DocumentIndex,
     build_index,
@@ -192,6 +192,53 @@ def test_size_number_and_depth_have_limits(folder: Path, tmp_path: Path) -> None
     assert report.documents == 2
     reasons = " ".join(report.left_out)
     assert "larger than 1000 bytes" in reasons and "beyond 2 files" in reasons and "deeper than 2" in reasons
+
+
+def test_beyond_the_limits_nothing_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(5):
+        (tmp_path / f"{number}.txt").write_text("words")
+    opened = []
+    true_open = ingest._opened
+    monkeypatch.setattr(ingest, "_opened", lambda name, *rest: opened.append(name) or true_open(name, *rest))
+    report = ingest.IngestReport()
+    found = list(ingest.found_files(tmp_path, report, IngestLimits(files=2)))
+    assert [each.path for each in found] == opened == ["0.txt", "1.txt"]
+    assert sum(report.left_out.values()) == 3
+
+
+def test_a_folder_that_changes_while_it_is_read_costs_what_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "changing"
+    (folder / "b").mkdir(parents=True)
+    for name in ("a.txt", "b/1.txt", "c.txt"):
+        (folder / name).write_text(f"words of {name}")
+    true_list = os.listdir
+
+    def listed_then_gone(place: int) -> list[str]:
+        names = true_list(place)
+        if "c.txt" in names:
+            (folder / "c.txt").unlink()
+        return names
+
+    monkeypatch.setattr(os, "listdir", listed_then_gone)
+    index = indexed(folder, tmp_path / "index.db")
+    assert [path for _, path, _ in index.documents()] == ["a.txt", "b/1.txt"]
+    assert index.report.left_out == {"cannot be opened": 1}
+
+
+def test_two_files_made_to_share_an_id_are_one_document_and_one_reason(tmp_path: Path) -> None:
+    folder = tmp_path / "twins"
+    folder.mkdir()
+    # Found in a minute by trying: twelve digits are few. The first keeps the id, so a citation means one text.
+    (folder / "a.txt").write_text("note 15953294")
+    (folder / "b.txt").write_text("note 25249403")
+    (folder / "c.txt").write_text("note 3")
+    index = indexed(folder, tmp_path / "index.db")
+    assert [(id, path) for id, path, _ in index.documents() if path != "c.txt"] == [("22bba1eacaf2", "a.txt")]
+    assert index.report.documents == 2
+    assert [reason for reason in index.report.left_out if "id of another" in reason]
+    assert {hit.path for hit in index.search("note")} == {"a.txt", "c.txt"}
 
 
 def test_names_made_to_deceive_are_shown_as_escapes(tmp_path: Path) -> None:

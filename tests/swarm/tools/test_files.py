@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from perilune.swarm.sandbox import Mount, open_sandbox
 from perilune.swarm.sandbox.contract import Completed
 from perilune.swarm.tools.files import FILE_TOOLS, edit_file, list_files, read_file, search_files, write_file
+from perilune.swarm.tools.room import write_within
 from perilune.swarm.tools.tool import ToolContext, ToolError
 from tests.swarm.tools.calling import FakeSandbox, call, context_in
 
@@ -74,6 +75,30 @@ def test_an_edit_never_harms_bytes_that_are_no_text(place: ToolContext) -> None:
     with pytest.raises(ToolError, match="not all UTF-8"):
         run(place, edit_file, path="latin", old="x" * 100, new="")
     assert (place.workspace / "latin").read_bytes() == data
+
+
+def test_an_edit_that_would_fill_the_memory_is_refused_before_it_is_made(place: ToolContext) -> None:
+    (place.workspace / "many.txt").write_text("a" * (4 << 20))
+    with pytest.raises(ToolError, match="would have 41943040000000 bytes"):
+        run(place, edit_file, path="many.txt", old="a", new="b" * 10_000_000, all=True)
+    assert (place.workspace / "many.txt").read_text() == "a" * (4 << 20)
+
+
+def test_writing_fills_a_workspace_no_further_than_its_room(tmp_path: Path) -> None:
+    def write(name: str) -> None:
+        write_within(tmp_path, name, b"x" * 100_000, room=1_000_000)
+
+    (tmp_path / "before").write_bytes(b"y" * 3_000_000)  # what was there counts for nothing
+    for number in range(5):
+        write(str(number))
+    with pytest.raises(OSError, match="workspace is full"):
+        any(write(str(number)) for number in range(5, 20))
+    assert 5 <= len(list(tmp_path.iterdir())) - 1 <= 10  # blocks and names take room too
+    (tmp_path / "0").unlink()
+    (tmp_path / "1").unlink()
+    write("0")
+    for _ in range(50):  # to replace a file takes no more room
+        write("0")
 
 
 def test_binary_and_huge_files_are_named_not_shown(place: ToolContext) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from perilune.swarm.tools.mcp import McpServer, McpServers, OutcomeUnknown, ServerSpec, mcp_servers
 from perilune.swarm.tools.mcp_pins import Pins, fingerprint
-from perilune.swarm.tools.mcp_tools import checked_arguments, full_name
+from perilune.swarm.tools.mcp_tools import checked_arguments, full_name, unusable
 from perilune.swarm.tools.tool import ToolError
 from tests.swarm.tools.calling import call, context_in
 
@@ -126,7 +126,7 @@ def test_answers_are_text_and_bounded(tmp_path: Path) -> None:
 # Servers that die, hang and flood ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["crash", "flood", "chatter", "endless_line"])
+@pytest.mark.parametrize("how", ["crash", "flood", "chatter", "endless_line", "answers", "bulk"])
 def test_the_call_in_flight_ends_as_unknown_and_the_next_one_works(tmp_path: Path, how: str) -> None:
     async def scene() -> None:
         async with running(tmp_path) as (_, server):
@@ -280,6 +280,25 @@ def test_names_that_collide_and_descriptions_beyond_measure_are_not_offered(tmp_
             assert set(servers.withdrawn()) == {"hostile__same_name", "hostile__long"}
 
     asyncio.run(scene())
+
+
+def test_a_list_without_end_is_given_up_and_nothing_of_it_is_kept(tmp_path: Path) -> None:
+    async def scene() -> None:
+        (tmp_path / "endless").touch()
+        async with running(tmp_path) as (servers, server):
+            assert "has no end" in servers.missing()["hostile"]
+            assert (server.offered, server.withdrawn) == ({}, {})
+            (tmp_path / "endless").unlink()
+            await eventually(lambda: server.state == "ready")
+
+    asyncio.run(scene())
+
+
+def test_a_name_beyond_measure_is_not_offered_and_not_repeated() -> None:
+    described = {"description": "", "parameters": {}, "annotations": {}}
+    reason = unusable("s", "n" * 10_000, described, {})
+    assert reason is not None and "10000 characters" in reason and len(reason) < 300
+    assert unusable("s", "n" * 100, described, {}) is None
 
 
 def test_a_file_of_pins_that_was_changed_by_hand_is_refused(tmp_path: Path) -> None:

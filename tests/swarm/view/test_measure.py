@@ -7,6 +7,7 @@ from perilune.swarm.view.measure import measure_view
 pytest.importorskip("playwright.sync_api", reason="needs playwright (pip install 'perilune[test-swarm]')")
 
 
+@pytest.mark.long
 @pytest.mark.needs_tool("chromium")
 def test_every_event_of_a_small_measurement_reaches_the_screen() -> None:
     found = measure_view(agents=4, events_per_second=80, seconds=0.5)

@@ -1,9 +1,7 @@
 """The page in a real browser: it shows what happens, sends commands, and never runs what agents write."""
 
-import os
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 
@@ -11,63 +9,10 @@ from perilune.swarm.view import feed
 from perilune.swarm.view.controls import ApprovalRequest
 from tests.swarm.view.example_run import MemoryJournal, Told, ended, started, tell_example
 from tests.swarm.view.payloads import PAYLOADS
-from tests.swarm.view.serving import SECONDS, Live, live_view
+from tests.swarm.view.serving import Live, live_view
+from tests.swarm.view.watching import Watched, expect
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright (pip install 'perilune[test-swarm]')")
 pytestmark = pytest.mark.needs_tool("chromium")
-MS = SECONDS * 1000
-
-
-@pytest.fixture(scope="module")
-def browser(tool_path: Callable[[str], str]) -> Iterator[Any]:
-    arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=tool_path("chromium"), args=arguments)
-        yield browser
-        browser.close()
-
-
-class Watched:
-    """A page, and everything about it that should not happen."""
-
-    def __init__(self, browser: Any, url: str, **options: Any) -> None:
-        self.context = browser.new_context(viewport={"width": 1400, "height": 900}, **options)
-        self.context.set_default_timeout(MS)
-        self.page = self.context.new_page()
-        self.dialogs: list[str] = []
-        self.errors: list[str] = []
-        self.foreign: list[str] = []
-        self.page.on("dialog", lambda dialog: (self.dialogs.append(dialog.message), dialog.dismiss()))
-        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
-        self.page.on("console", lambda message: message.type == "error" and self.errors.append(message.text))
-        self.page.on("request", lambda request: self._note(request.url, url))
-        self.page.add_init_script(
-            "window.violations = [];"
-            "addEventListener('securitypolicyviolation', (e) => window.violations.push(e.violatedDirective));"
-        )
-        self.page.goto(url)
-
-    def _note(self, requested: str, url: str) -> None:
-        if not requested.startswith((url.partition("#")[0], "blob:")):
-            self.foreign.append(requested)
-
-    def check(self) -> None:
-        """Nothing foreign ran, was loaded or was even tried."""
-        assert (self.dialogs, self.errors, self.foreign) == ([], [], [])
-        assert self.page.evaluate("[window.hacked ?? null, window.violations]") == [None, []]
-
-
-@pytest.fixture
-def watch(browser: Any) -> Iterator[Callable[..., Watched]]:
-    opened: list[Watched] = []
-
-    def open(url: str, **options: Any) -> Watched:
-        opened.append(Watched(browser, url, **options))
-        return opened[-1]
-
-    yield open
-    for each in opened:
-        each.context.close()
 
 
 @pytest.fixture
@@ -85,14 +30,6 @@ def begin(live: Live) -> None:
     told.add(0, "run", "run_started", {"task": "Count the stars", "model": "m", "limits": {"steps": 10}})
     told.add(0, "main", "started", started("main", None, 0))
     commit(live, told)
-
-
-def expect(page: Any, script: str) -> None:
-    """Wait until a JavaScript expression is true. Playwright's own way needs eval, which the page's policy forbids."""
-    deadline = time.monotonic() + SECONDS
-    while not page.evaluate(script):
-        assert time.monotonic() < deadline, script
-        page.wait_for_timeout(30)
 
 
 def test_what_happens_appears_without_reloading(live: Live, watch: Callable[..., Watched]) -> None:
@@ -284,3 +221,55 @@ def test_the_page_comes_back_after_the_connection_broke(
     page.wait_for_selector("#agent-1 >> text=late")
     page.wait_for_selector("#connection.live")
     assert page.evaluate("window.states.includes('connection lost')")
+
+
+DECEIVING = {
+    "direction": ('{"to":"a\u202egro.elpmaxe@x"}', '{"to":"a<U+202E>gro.elpmaxe@x"}', ""),
+    "no width": ('{"to":"al\u200bice\u2060\ufeff"}', '{"to":"al<U+200B>ice<U+2060><U+FEFF>"}', ""),
+    "letters of tags": ('{"to":"x\U000e0061\U000e0062"}', '{"to":"x<U+E0061><U+E0062>"}', ""),
+    "blank": ('{"to":"a\u00a0b\u3164c"}', '{"to":"a<U+00A0>b<U+3164>c"}', ""),
+    "alike": ('{"to":"p\u0430ypal.com"}', '{"to":"p\u0430ypal.com"}', "\u0430 U+0430"),
+    "wide": ('{"to":"\uff45vil.com"}', '{"to":"\uff45vil.com"}', "\uff45 U+FF45"),
+    "innocent": ('{"to":"Мария, 你好, שלום","text":"\\nПривет"}', '{"to":"Мария, 你好, שלום","text":"\\nПривет"}', ""),
+}
+
+
+def test_what_a_person_approves_is_shown_to_the_last_character(live: Live, watch: Callable[..., Watched]) -> None:
+    begin(live)
+    for name, (arguments, _, _) in DECEIVING.items():
+        request = ApprovalRequest(id=name, agent="main", call="0.0", tool=f"tool\u202e {name}", arguments=arguments)
+        live.approvals.add(request)
+    watched = watch(live.url)
+    for name, (_, shown, warning) in DECEIVING.items():
+        card = watched.page.locator(".approval", has_text=name)
+        assert card.locator("b").inner_text() == f"tool<U+202E> {name}"
+        assert card.locator(".arguments").text_content() == shown
+        told = card.locator(".alike").text_content()
+        assert warning in told and bool(told) == bool(warning)
+        # Each string keeps its own direction: none reaches into the next.
+        assert all(
+            part.startswith('"') or '"' not in part for part in card.locator(".arguments > bdi").all_inner_texts()
+        )
+    watched.check()
+
+
+def test_a_click_meant_for_one_request_never_allows_the_next(live: Live, watch: Callable[..., Watched]) -> None:
+    begin(live)
+    for name in ("first", "second"):
+        live.approvals.add(ApprovalRequest(id=name, agent="main", call="0.0", tool="send", arguments='{"same":1}'))
+    watched = watch(live.url)
+    page = watched.page
+    page.wait_for_selector(".approval .allow:not([disabled])")
+    place = page.locator(".approval .allow").first.bounding_box()
+    page.mouse.click(place["x"] + 5, place["y"] + 5)
+    # The next one moves to the same place, and the hand clicks on.
+    deadline = time.monotonic() + 60
+    while page.locator(".approval").count() == 2:
+        assert time.monotonic() < deadline
+        page.mouse.click(place["x"] + 5, place["y"] + 5)
+    page.mouse.click(place["x"] + 5, place["y"] + 5)
+    assert live.controls.done == [("decide", "first", "allow")]
+    page.locator(".approval .allow").click()  # once it has settled there
+    expect(page, "document.querySelector('#approvals').hidden")
+    assert live.controls.done[1:] == [("decide", "second", "allow")]
+    watched.check()

@@ -1,6 +1,7 @@
 """The view's server: who gets in, what it answers, and that nobody who watches slows the swarm."""
 
 import asyncio
+import contextlib
 import socket
 import time
 from collections.abc import Iterator
@@ -10,12 +11,12 @@ import pytest
 
 from perilune.swarm.journal.sqlite import SQLiteJournal
 from perilune.swarm.journal.sqlite_reader import SQLiteReader
-from perilune.swarm.view import feed
+from perilune.swarm.view import connection, feed
 from perilune.swarm.view.controls import ApprovalRequest
 from perilune.swarm.view.inbox import Inbox
 from perilune.swarm.view.server import View
 from tests.swarm.view.example_run import BEGAN, MemoryJournal, Told, ended, started, tell_example
-from tests.swarm.view.serving import Live, live_view
+from tests.swarm.view.serving import SECONDS, Live, live_view
 
 
 @pytest.fixture(scope="module")
@@ -237,6 +238,46 @@ def test_a_viewer_that_never_reads_delays_nobody_and_is_given_a_snapshot_when_it
         assert [kind for kind, _, _ in seen].count("snapshot") >= 2
     for stream in (*deaf, reader):
         stream.close()
+
+
+def test_connections_that_ask_nothing_neither_pile_up_nor_keep_others_out(
+    live: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "MOST", 8)
+    monkeypatch.setattr(connection, "SILENT_SECONDS", 10 * SECONDS)
+    stream = live.feed()
+    assert stream.next()[0] == "snapshot"
+    silent = [socket.create_connection(("127.0.0.1", live.view.port)) for _ in range(40)]
+    silent[-1].sendall(b"GET / HTTP/1.1\r\nHost: half a requ")
+    assert live.ask("/api/state").status == 200
+    server = live.view._server
+    assert server is not None
+    deadline = time.monotonic() + SECONDS
+    while len(server.server_state.connections) > 8:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    live.commit(("run", "run_started", {"task": "still there"}, {}))
+    assert stream.next()[2]["run"]["task"] == "still there"  # the one that is served stays
+    stream.close()
+    for each in silent:
+        each.close()
+
+
+def test_whoever_never_ends_a_request_is_let_go(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "SILENT_SECONDS", 0.2)
+    stream = live.feed()
+    assert stream.next()[0] == "snapshot"
+    with socket.create_connection(("127.0.0.1", live.view.port), timeout=SECONDS) as slow:
+        slow.sendall(b"GET /api/state HTTP/1.1\r\nX: ")
+        deadline = time.monotonic() + SECONDS
+        with contextlib.suppress(ConnectionError):
+            while True:  # drop by drop
+                assert time.monotonic() < deadline
+                slow.sendall(b"x")
+                time.sleep(0.02)
+    live.commit(("run", "run_started", {"task": "still there"}, {}))
+    assert stream.next()[2]["run"]["task"] == "still there"
+    stream.close()
 
 
 def test_an_inbox_that_is_full_lets_go_and_reports_the_gap() -> None:

@@ -15,17 +15,19 @@ Kinds and their bodies:
     chain "run"
       run_started     task, model, settings, tools {name: sha256 of its declaration}, limits, seed
       approval        agent, call ("STEP.INDEX"), tool, arguments_sha256, decision ("allow" | "deny"), by,
-                      scope ("call" | "run": these arguments again)
+                      scope ("call" | "run": these arguments again), reason
       control         action ("cancel" | "steer"), agent, text, id
+      run_resumed     life (how many processes worked on it before)
       run_finished    status ("done" | "failed" | "cancelled" | "budget"), answer {sha256, size} | null, error | null
 
     chain of an agent ("main", "main/researcher-2.0", ...)
       started         parent | null, call ("STEP.INDEX" of the parent) | null, name, depth, model, system_prompt, task,
-                      tools [names], rights {...}, budget {...}, tainted
+                      tools [names], rights {...}, budget {...}, tainted, after [agents whose results are in the task]
       task            number, text                 (a worker of map_task gets a fresh context with its next item)
       result          number, status, result, error, reads    (how that item ended, as in finished)
       message         id, sender, step (the sender's; null for a person), text, tainted
-      compacted       step, how ("hidden" | "summary"), positions and handles of what was hidden | summary
+      compacted       step, how ("hidden" | "summary" | "dropped"), positions and handles of what was hidden | summary
+                      | handle of the turns that were dropped
                       note (summary: it costs a step): seconds, attempts, prompt_tokens, completion_tokens
       reply           step, message (wire form), finish, reads [hashes], tokens {sha256, size} | null
                       note: seconds, attempts, prompt_tokens, completion_tokens, model, weight_version

@@ -6,13 +6,18 @@ of their PID namespace, which is part of the tree. One pass over /proc serves al
 
 import os
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 
 from perilune.swarm.sandbox.paths import PathRefused, open_raw, opened_root
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
+SCRATCH = ("tmp", "dev/shm")
+LARGE_SPACE = 16 << 30  # of addresses: what maps less has page tables of some 32 MiB at most
+MANY_DESCRIPTORS = 256  # of a sandbox together; fewer hold at most some 50 MiB in their buffers
+BUFFER_BYTES = 212_992  # of a socket or pipe: the kernel's default, which the system-call filter keeps programs at
 TICKS = os.sysconf("SC_CLK_TCK")
 INODE_BYTES = 1024  # what the kernel keeps for a file, about; an empty file is not free
 MOST_ENTRIES = 1_000_000
@@ -25,6 +30,7 @@ class Process:
     parent: int
     cpu_seconds: float  # with that of its children it has waited for
     resident_bytes: int
+    mapped_bytes: int = 0  # addresses, used or not
 
 
 def read_processes() -> dict[int, Process]:
@@ -39,6 +45,7 @@ def read_processes() -> dict[int, Process]:
                     parent=int(fields[1]),
                     cpu_seconds=sum(map(int, fields[11:15])) / TICKS,
                     resident_bytes=int(fields[21]) * PAGE,
+                    mapped_bytes=int(fields[20]),
                 )
     return found
 
@@ -68,13 +75,59 @@ def private_bytes(tree: Sequence[int]) -> int:
     return total
 
 
+def kernel_bytes(tree: Sequence[int], processes: Mapping[int, Process]) -> int:
+    """Memory that the kernel keeps for these processes and counts as nobody's: page tables, and what waits in sockets
+    and pipes. Of the latter an upper bound; both only where they can be much."""
+    tables = sum(_page_tables(number) for number in tree if processes[number].mapped_bytes > LARGE_SPACE)
+    return tables + _buffers(tree)
+
+
+def _page_tables(number: int) -> int:
+    with suppress(OSError, ValueError, IndexError), open(f"/proc/{number}/status", "rb") as file:
+        return int(file.read().partition(b"VmPTE:")[2].split()[0]) * 1024
+    return 0
+
+
+def _buffers(tree: Sequence[int]) -> int:
+    open_now = {}
+    for number in tree:
+        with suppress(OSError):
+            open_now[number] = os.listdir(f"/proc/{number}/fd")
+    if sum(map(len, open_now.values())) <= MANY_DESCRIPTORS:
+        return 0
+    buffers: set[str] = set()
+    for number, names in open_now.items():
+        for name in names:
+            with suppress(OSError):
+                target = os.readlink(f"/proc/{number}/fd/{name}")
+                if target.startswith(("socket:[", "pipe:[")):
+                    buffers.add(target)
+    return len(buffers) * BUFFER_BYTES + _waiting_in_streams(tree, buffers)
+
+
+def _waiting_in_streams(tree: Sequence[int], buffers: Container[str]) -> int:
+    """Bytes sent or received over TCP and not read yet: these sockets grow their buffers by themselves."""
+    for number in reversed(tree):  # one of those inside: all of them share a network
+        total = 0
+        try:
+            for name in ("tcp", "tcp6"):
+                with open(f"/proc/{number}/net/{name}") as file:
+                    for fields in map(str.split, islice(file, 1, None)):
+                        if f"socket:[{fields[9]}]" in buffers:
+                            total += sum(int(part, 16) for part in fields[4].split(":"))
+        except (OSError, ValueError, IndexError):
+            continue
+        return total
+    return 0
+
+
 def scratch_bytes(tree: Sequence[int]) -> int:
     """Memory behind the sandbox's /tmp and /dev/shm, with that of the files' names."""
     # The last ones belong to the program, whose /proc entries are readable. The first is outside, with the host's /tmp.
     for number in reversed(tree[1:]):
         with suppress(OSError):
             total = 0
-            for folder in ("tmp", "dev/shm"):
+            for folder in SCRATCH:
                 status = os.statvfs(f"/proc/{number}/root/{folder}")
                 total += (status.f_blocks - status.f_bfree) * status.f_frsize
                 total += (status.f_files - status.f_ffree) * INODE_BYTES
@@ -83,8 +136,12 @@ def scratch_bytes(tree: Sequence[int]) -> int:
 
 
 def unlinked_bytes(tree: Sequence[int]) -> int:
-    """Disk space of files that have no name left but are open or mapped by one of these processes."""
+    """Disk space of files that have no name left but are open or mapped by one of these processes.
+
+    What is in memory alone is not on disk: files of the scratch folders, and memory that processes share.
+    """
     sizes: dict[tuple[int, int], int] = {}
+    in_memory = _scratch_devices(tree)
     for number in tree:
         for kind in ("fd", "map_files"):
             with suppress(OSError):
@@ -92,10 +149,20 @@ def unlinked_bytes(tree: Sequence[int]) -> int:
                     continue  # the rule; a look at every mapping would cost more than all the rest
                 for name in os.listdir(f"/proc/{number}/{kind}"):
                     with suppress(OSError):
-                        status = os.stat(f"/proc/{number}/{kind}/{name}")
-                        if stat.S_ISREG(status.st_mode) and status.st_nlink == 0:
+                        path = f"/proc/{number}/{kind}/{name}"
+                        status = os.stat(path)
+                        if not stat.S_ISREG(status.st_mode) or status.st_nlink or status.st_dev in in_memory:
+                            continue
+                        if not os.readlink(path).startswith("/dev/zero"):
                             sizes[status.st_dev, status.st_ino] = status.st_blocks * 512
     return sum(sizes.values())
+
+
+def _scratch_devices(tree: Sequence[int]) -> set[int]:
+    for number in reversed(tree[1:]):
+        with suppress(OSError):
+            return {os.stat(f"/proc/{number}/root/{folder}").st_dev for folder in SCRATCH}
+    return set()
 
 
 def _maps_unlinked(number: int) -> bool:

@@ -106,7 +106,7 @@ class Bubblewrap:
         program = find_bubblewrap()
         if program is None:
             raise SandboxUnavailable("no bwrap on PATH; install the package bubblewrap (make system-deps on Debian)")
-        filter_program = build_filter()
+        filter_program = build_filter(unix_sockets=not mounts)
         if filter_program is None:
             raise SandboxUnavailable(
                 f"no system-call filter for the processor {os.uname().machine!r}, only for x86_64 and aarch64; "
@@ -115,6 +115,7 @@ class Bubblewrap:
         self._program = program
         self._filter = filter_program
         self._places = find_places(workspace, mounts)
+        self._folders = tuple(place.source for place in self._places if place.writable)
         self._interpreter = find_interpreter()
         self._runs: dict[asyncio.Task[Completed], Run] = {}
         self._closed = False
@@ -227,7 +228,7 @@ class Bubblewrap:
                 words += ["--perms", "0644", "--ro-bind-data", str(inherited[-1]), name]
             words += ["--remount-ro", "/dev", "--remount-ro", "/"]
             # Through a descriptor: the command line of the first process can be read inside, and these are host paths.
-            inherited.append(give("\0".join(words).encode() + b"\0"))
+            inherited.append(give(os.fsencode("\0".join(words)) + b"\0"))
             command = [self._program, "--args", str(inherited[-1]), "--", self._interpreter.base_executable]
             yield [*command, "-I", "-S", LAUNCHER, str(control.fileno())], inherited
 
@@ -274,7 +275,7 @@ class Bubblewrap:
             watch = Watch(
                 root=started.process.pid,
                 limits=limits,
-                workspace=self._places[0].source,
+                folders=self._folders,
                 most_disk_bytes=most_disk,
                 exceeded=lambda limit: _tell(loop, run, limit),
             )
@@ -337,7 +338,7 @@ class Bubblewrap:
             return None  # the supervisor counts all the same
 
     async def _most_disk(self, limits: Limits) -> int:
-        """The size at which the workspace is too large. One that was too large before may shrink, not grow."""
+        """The size at which what can be written to is too large. What was too large before may shrink, not grow."""
         if self._first_size is None:
             size = await self._measure()
             self._first_size = size if self._first_size is None else self._first_size
@@ -348,7 +349,7 @@ class Bubblewrap:
 
     async def _measure(self) -> int:
         began = time.monotonic()
-        self._size = await asyncio.to_thread(folder_bytes, self._places[0].source)
+        self._size = await asyncio.to_thread(lambda: sum(map(folder_bytes, self._folders)))
         self._scan_seconds = time.monotonic() - began
         return self._size
 

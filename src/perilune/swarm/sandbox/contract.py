@@ -5,6 +5,7 @@ It is never repeated outside.
 """
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,10 @@ from typing import Protocol
 WORKSPACE = "/work"
 INSIDE_UID = 65534  # "nobody" on every distribution
 SEARCH_PATH = "/usr/local/bin:/usr/bin:/bin"
+
+
+# Surrogates but for those that stand for a byte of a file's name.
+_HALF_CHARACTER = re.compile("[\ud800-\udc7f\udd00-\udfff]")
 
 
 class SandboxUnavailable(RuntimeError):
@@ -26,7 +31,7 @@ class Limits:
     wall_seconds: float = 60
     memory_bytes: int = 1 << 30  # of all its processes together, with what they keep in /tmp and /dev/shm
     processes: int = 64  # threads included where the kernel does the counting
-    disk_bytes: int = 256 << 20  # how far the workspace may grow from its size at open_sandbox; also the size of /tmp
+    disk_bytes: int = 256 << 20  # how far workspace and writable mounts may grow from the first run; the size of /tmp
     output_bytes: int = 1 << 20  # kept of stdout and of stderr, each
     cpu_seconds: float | None = None
 
@@ -96,6 +101,9 @@ def check_command(argv: Sequence[str], cwd: str, env: Mapping[str, str]) -> None
             raise ValueError(f"argv holds {word!r}; a word of a command cannot contain a NUL character")
     if not cwd.startswith("/") or "\0" in cwd:
         raise ValueError(f"cwd is {cwd!r}; expected an absolute path inside the sandbox, such as '/work'")
+    for field, words in (("argv", argv), ("cwd", [cwd]), ("env", [*env, *env.values()])):
+        for word in filter(_HALF_CHARACTER.search, words):
+            raise ValueError(f"{field} holds {word[:200]!r}, with half a character in it; expected whole ones")
     for name, value in env.items():
         if not name or "=" in name or "\0" in name + value:
             raise ValueError(f"env holds {name!r}={value!r}; a name needs a character and no '=', and no NUL anywhere")

@@ -26,6 +26,7 @@ from perilune.swarm.sandbox.paths import (
     split_name,
 )
 
+HEAD = 8192  # bytes by which a binary file is told from text
 UNFINISHED = ".unfinished-"  # what a crash may leave behind begins with this
 
 
@@ -166,8 +167,13 @@ def search_files(
     limit: int = 100,
     largest_file: int = 4 << 20,
     line_limit: int = 500,
+    most_bytes: int = 256 << 20,
+    most_files: int = 100_000,
 ) -> list[Match]:
     """Lines that contain `text`, in files whose last name matches the pattern `names`; binary files are passed over.
+
+    ValueError beyond `most_bytes` or `most_files`: a file with a hole costs no disk space but the time to read it, and
+    nobody can stop a thread that reads.
 
     Literal text only: a regular expression from a model can take for ever, and Python would not let go of it. Programs
     in the sandbox (grep) have limits and do that better.
@@ -176,15 +182,23 @@ def search_files(
         raise ValueError("text is ''; expected at least one character to search for")
     sought = text.casefold() if ignore_case else text
     found: list[Match] = []
+    looked_at = read = 0
     with opened(root, path, os.O_RDONLY | os.O_DIRECTORY) as folder:
         prefix = "/".join(split_name(path))
         for entry in _entries(folder, "", depth=DEEPEST):
+            looked_at += 1
+            if read > most_bytes or looked_at > most_files:
+                raise ValueError(
+                    f"path is {path!r}, with more to search than {most_bytes} bytes or {most_files} files; "
+                    "give a narrower folder or pattern of names"
+                )
             if entry.kind != "file" or entry.size > largest_file or not fnmatchcase(entry.path.split("/")[-1], names):
                 continue
             with suppress(OSError, PathRefused):
-                data = read_file(folder, entry.path, largest_file).data
-                if b"\0" in data[:8192]:
+                if b"\0" in read_file(folder, entry.path, HEAD).data:
                     continue
+                data = read_file(folder, entry.path, largest_file).data
+                read += len(data)
                 for number, line in enumerate(data.decode(errors="replace").splitlines(), 1):
                     if sought in (line.casefold() if ignore_case else line):
                         shown = f"{prefix}/{entry.path}" if prefix else entry.path

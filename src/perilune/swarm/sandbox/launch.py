@@ -184,13 +184,22 @@ def become(uid: int) -> str:
     if os.getresuid() != (uid, uid, uid) or os.getresgid() != (uid, uid, uid):
         raise Refused(f"the user did not become {uid}")
     control_process(PR_SET_DUMPABLE, 1)  # else /proc/self, with the maps to be written, belongs to root
+    return "made after leaving root" if leave_namespace(uid) else ""
+
+
+def leave_namespace(uid: int) -> bool:
+    """Into a user namespace of one's own, without a right over anything in the one before.
+
+    The first process inside has no filter and no Landlock. It must not be one of our own kind: whoever may trace it
+    may write into its memory, through /proc/1/mem and without any call that the filter knows.
+    """
     if LIBC.unshare(CLONE_NEWUSER) != 0:
-        return ""
+        return False
     write("/proc/self/setgroups", "deny")
     write("/proc/self/uid_map", f"{uid} {uid} 1")
     write("/proc/self/gid_map", f"{uid} {uid} 1")
     drop_capabilities()  # a new namespace begins with all of them
-    return "made after leaving root"
+    return True
 
 
 # The program ---------------------------------------------------------------------------------------------------------
@@ -240,6 +249,8 @@ def confine(job: dict) -> dict[str, str]:
         layers["user"] = f"uid {uid}, also on the host"
         if not layers["user namespace"]:
             del limits["RLIMIT_NPROC"]  # it would count the processes of all sandboxes together
+    elif leave_namespace(os.getuid()):
+        layers["user namespace"] = "made by bubblewrap, and another inside"
     control_process(PR_SET_NO_NEW_PRIVS, 1)
     os.umask(0o022)
     set_limits(limits)

@@ -15,6 +15,7 @@ from pathlib import Path
 from perilune.swarm.sandbox.accounting import (
     find_trees,
     folder_bytes,
+    kernel_bytes,
     private_bytes,
     read_processes,
     scratch_bytes,
@@ -35,7 +36,8 @@ class Watch:
 
     root: int
     limits: Limits
-    workspace: Path
+    folders: tuple[Path, ...]
+    """Those it may write to."""
     most_disk_bytes: int
     exceeded: Callable[[str], None]
     since: float = field(default_factory=time.monotonic)
@@ -95,10 +97,10 @@ def look_at_processes(watches: list[Watch]) -> float:
         if limits.cpu_seconds and sum(processes[number].cpu_seconds for number in tree) > limits.cpu_seconds:
             watch.report("cpu time")
             continue
-        scratch = scratch_bytes(tree)
-        used = sum(processes[number].resident_bytes for number in tree) + scratch
+        beside = scratch_bytes(tree) + kernel_bytes(tree, processes)
+        used = sum(processes[number].resident_bytes for number in tree) + beside
         # Resident pages count what is shared once for each; only when that is too much is the exact sum worth its time.
-        if used > limits.memory_bytes and private_bytes(tree) + scratch > limits.memory_bytes:
+        if used > limits.memory_bytes and private_bytes(tree) + beside > limits.memory_bytes:
             watch.report("memory")
             continue
         new = time.monotonic() - watch.since < 4 * QUICK
@@ -108,13 +110,15 @@ def look_at_processes(watches: list[Watch]) -> float:
 
 
 def look_at_disk(watches: list[Watch]) -> float:
-    """Measure the workspace of each sandbox, with the files that its processes keep open without a name."""
+    """Measure what each sandbox may write to, with the files that its processes keep open without a name."""
     trees = find_trees([watch.root for watch in watches], read_processes())
     sizes: dict[Path, int] = {}
     for watch in watches:
-        if watch.workspace not in sizes:
-            sizes[watch.workspace] = folder_bytes(watch.workspace)
-        if sizes[watch.workspace] + unlinked_bytes(trees[watch.root]) > watch.most_disk_bytes:
+        for folder in watch.folders:
+            if folder not in sizes:
+                sizes[folder] = folder_bytes(folder)
+        used = sum(sizes[folder] for folder in watch.folders)
+        if used + unlinked_bytes(trees[watch.root]) > watch.most_disk_bytes:
             watch.report("disk")
     return DISK_PAUSE
 

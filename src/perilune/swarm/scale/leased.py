@@ -10,7 +10,9 @@ it, and read its past. What was read is complete, since nobody else can write to
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -84,7 +86,7 @@ class LeasedJournal(PostgresJournal):
         loop = asyncio.get_running_loop()
         deadline = loop.time() + patience
         while True:
-            past = await self.subtree(agent)
+            past = await (self.read(agent) if alone else self.subtree(agent))
             wanted = [each for each in unfinished(past) if each == agent or not alone]
             free = [each for each in wanted if each not in self._mine]
             if not free:
@@ -94,6 +96,11 @@ class LeasedJournal(PostgresJournal):
                 if loop.time() > deadline:
                     raise StaleLease(f"agent {agent!r} of run {self.run!r} is still held by another worker")
                 await asyncio.sleep(POLL_SECONDS)
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether nothing can be written any more."""
+        return self._broken is not None
 
     def has_written(self, agent: str) -> bool:
         """Whether this process wrote an event of the agent since it holds it."""
@@ -122,10 +129,8 @@ class LeasedJournal(PostgresJournal):
 
     async def close(self) -> None:
         self._renewing.cancel()
-        try:
+        with suppress(JournalError):  # they expire by themselves
             await self.release([self._mine.pop(name) for name in list(self._mine)])
-        except JournalError:
-            pass  # they expire by themselves
         await super().close()
 
     async def _fetch(self, query: str, *values: object) -> list[Any]:
@@ -154,6 +159,33 @@ class LeasedJournal(PostgresJournal):
                         self.on_lost(lease.agent)
 
 
+async def open_run(
+    dsn: str,
+    *,
+    run: str,
+    key: bytes | None,
+    heads: Path | None = None,
+    seconds: float = LEASE_SECONDS,
+    elsewhere: bool = True,
+) -> LeasedJournal:
+    """For the process that runs the orchestrator. `elsewhere`: it holds `main`, and leaves the others to workers."""
+    journal = await LeasedJournal.join(
+        dsn,
+        run=run,
+        key=key,
+        heads=heads,
+        worker=f"run-{uuid.uuid4().hex[:8]}",
+        seconds=seconds,
+        owns=lambda agent: agent == "main" or not elsewhere,
+    )
+    try:
+        await journal.take("main", patience=2 * seconds, alone=elsewhere)
+    except StaleLease:
+        await journal.close()
+        raise JournalError(f"run {run!r} is under way in another process: end that one first") from None
+    return journal
+
+
 def unfinished(events: Iterable[Event]) -> list[str]:
     """Agents that have started and not finished, in the order they started."""
     open_agents: dict[str, None] = {}
@@ -170,4 +202,4 @@ def is_below(name: str, agent: str) -> bool:
     return name == agent or name.startswith(f"{agent}/")
 
 
-__all__ = ["LEASE_SECONDS", "LeasedJournal", "is_below", "unfinished"]
+__all__ = ["LEASE_SECONDS", "LeasedJournal", "is_below", "open_run", "unfinished"]

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from perilune.swarm.agent import Agent, Answer, Letter
-from perilune.swarm.budget import ACCOUNTS, COUNTS, Budget, Limits, Prices, Reservation
+from perilune.swarm.budget import ACCOUNTS, COUNTS, Budget, Dimension, Limits, Prices, Reservation
 from perilune.swarm.chronicle import artefact_of
 from perilune.swarm.client import ModelClient
 from perilune.swarm.policy import Policy
@@ -94,6 +94,7 @@ def order_of(agent: Agent, tasks: Sequence[str], *, many: bool, allotted: Mappin
         "letters": [asdict(letter) for letter in agent.inbox],
         "tasks": list(tasks),
         "many": many,
+        "after": list(agent.after),
         "is_new": is_new,
     }
 
@@ -116,6 +117,7 @@ def agent_of_order(order: Plain, run: Run) -> Agent:
         tools=run.tools_for(rights),
         taint=Taint(*order["taint"]),
         max_steps=order["max_steps"],
+        after=tuple(order["after"]),
     )
 
 
@@ -136,7 +138,13 @@ def plain_answer(answer: Answer) -> Plain:
 
 
 def answer_of(plain: Mapping[str, Any]) -> Answer:
-    return Answer(**{**plain, "artefact": artefact_of(plain["artefact"])})
+    return Answer(
+        status=plain["status"],
+        text=plain["text"],
+        artefact=artefact_of(plain["artefact"]),
+        error=plain["error"],
+        untrusted=plain["untrusted"],
+    )
 
 
 # Budgets -------------------------------------------------------------------------------------------------------------
@@ -148,7 +156,7 @@ def allotment(agent: Agent, waiting: int) -> dict[str, float]:
     no others begins with less, and its worker asks for more."""
     allotted: dict[str, float] = {}
     for dimension in ACCOUNTS:
-        left = agent.budget.left(dimension)
+        left = left_of(agent.budget, dimension)
         if left == math.inf:
             continue
         own = getattr(agent.spec.limits, dimension) is not None
@@ -161,7 +169,7 @@ def more_for(budget: Budget, short: Mapping[str, float], orders: int) -> dict[st
     """What to give an agent elsewhere that is so much short: at least that, if it is there; of counts what there is."""
     given: dict[str, float] = {}
     for dimension, amount in short.items():
-        left = budget.left(dimension)  # type: ignore[arg-type]
+        left = left_of(budget, dimension)
         if left >= amount:
             given[dimension] = max(amount, _part(dimension, left, PART * (orders + 1)))
         elif dimension in COUNTS:
@@ -185,6 +193,10 @@ def settle(budget: Budget, reserved: Sequence[tuple[Reservation, Mapping[str, fl
     budget.restore(**rest)
 
 
+def left_of(budget: Budget, dimension: str) -> float:
+    return budget.left(cast(Dimension, dimension))
+
+
 def _part(dimension: str, left: float, parts: int) -> float:
     if dimension == "cost":
         return round(left * BILLIONTHS) // parts / BILLIONTHS
@@ -198,6 +210,7 @@ __all__ = [
     "agent_of_order",
     "allotment",
     "answer_of",
+    "left_of",
     "letter_of",
     "more_for",
     "order_of",

@@ -14,18 +14,20 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import os
 import sys
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from perilune.swarm.agent import Agent, Answer, Letter, start_body
-from perilune.swarm.budget import Reservation
+from perilune.swarm.budget import BudgetExceeded, Reservation
+from perilune.swarm.journal.postgres import agent_of
 from perilune.swarm.run import Engine, Run
-from perilune.swarm.scale.leased import LeasedJournal, unfinished
+from perilune.swarm.scale.leased import LeasedJournal, is_below, unfinished
 from perilune.swarm.scale.orders import (
     Plain,
     Plan,
@@ -37,6 +39,7 @@ from perilune.swarm.scale.orders import (
     plain_answer,
     settle,
 )
+from perilune.swarm.scale.shared_results import SharedResults
 
 MOST_LOSSES = 3
 """An agent whose workers died that often is given up: it may be the reason."""
@@ -68,6 +71,8 @@ class Sent:
     reserved: list[tuple[Reservation, dict[str, float]]]
     post: Post | None = None
     losses: int = 0
+    questions: set[asyncio.Task[None]] = field(default_factory=set)
+    """Which of its questions somebody is thinking about."""
 
 
 class RayEngine:
@@ -75,7 +80,9 @@ class RayEngine:
 
     def __init__(self, run: Run, journal: LeasedJournal, plan: Plan, workers: int, ray: Any) -> None:
         self.run, self.journal, self.plan = run, journal, plan
+        self.results = run.results = SharedResults.after(run.results)
         self.lost_workers = 0
+        self.failure: str | None = None
         self._ray = ray
         self._workers = workers
         self._numbers = itertools.count()
@@ -89,7 +96,7 @@ class RayEngine:
 
     async def open(self) -> None:
         for _ in range(self._workers):
-            self._hire()
+            self._hire(attempts=1)
         await asyncio.gather(*self._hiring)
         if len(self._posts) < self._workers:
             raise EngineError(f"a worker cannot start: {self._why}")
@@ -117,17 +124,24 @@ class RayEngine:
         outcome: Plain | None = None
         try:
             await self.run.chronicle.record(agent.id, "started", start_body(agent, None if many else tasks[0]))
+            self.run.chronicle.drop(lambda chain: is_below(agent_of(chain), agent.id))  # its worker reads them
             waiting = sum(not each.has_ended and each.id not in self._sent for each in self.run.agents.values())
             allotted = allotment(agent, max(0, waiting - 2))  # itself and the one that waits for it are not others
             reserved = [(agent.budget.reserve(**allotted), allotted)]
             order = order_of(agent, tasks, many=many, allotted=allotted, is_new=is_new)
+            order["cancelled"] = [name for name in self.run.cancelled if is_below(name, agent.id)]
             sent = self._sent[agent.id] = Sent(agent=agent, order=order, reserved=reserved)
             outcome = await self._conclude(sent)
+            agent.answers.extend(answer_of(each) for each in outcome["answers"])
             if outcome["ending"] == "cancelled":
                 raise asyncio.CancelledError
             if outcome["ending"] == "failed":
                 raise RuntimeError(outcome["error"])
-            return [answer_of(each) for each in outcome["answers"]]
+            return agent.answers
+        except BudgetExceeded as error:
+            answer = Answer(status="budget", error=str(error))
+            await self._close_records(agent, answer)
+            return [answer]
         except asyncio.CancelledError:
             if outcome is None and not self.run.is_stopping:
                 await asyncio.shield(self._close_records(agent, Answer(status="cancelled")))
@@ -135,6 +149,8 @@ class RayEngine:
         finally:
             if sent is not None:
                 del self._sent[agent.id]
+                for question in sent.questions:
+                    question.cancel()
                 settle(agent.budget, sent.reserved, outcome["spent"] if outcome else None)
             agent.has_ended = True
             agent.budget.close()
@@ -145,7 +161,8 @@ class RayEngine:
             return False
         sent.order["letters"].append(asdict(letter))  # for the next worker, should this one be lost
         if sent.post is not None:
-            self._start(_result(sent.post.actor.deliver.remote(agent.id, asdict(letter))))
+            learned = self.results.news_for(sent.post.name)
+            self._start(_result(sent.post.actor.deliver.remote(agent.id, asdict(letter), learned)))
         return True
 
     # Orders ----------------------------------------------------------------------------------------------------------
@@ -156,7 +173,7 @@ class RayEngine:
         while True:
             post = await self._least_loaded()
             outcome = await self._try(sent, post)
-            if outcome is not None and outcome["ending"] != "journal":
+            if outcome is not None and outcome["ending"] != "broken":
                 break
             if outcome is not None:
                 self._why = str(outcome["error"])
@@ -167,11 +184,10 @@ class RayEngine:
                 error = f"its worker was lost {MOST_LOSSES} times: {self._why or 'the process died'}"
                 answer = Answer(status="failed", error=error)
                 await self._close_records(agent, answer)
-                return {"ending": "done", "answers": [plain_answer(answer) for _ in sent.order["tasks"]], "spent": None}
+                return {"ending": "done", "answers": [plain_answer(answer)], "spent": None}
         for source in outcome["taint"]:
             agent.taint.add(source)
-        for artefact in await self.journal.newly_stored():
-            self.run.results.learn(artefact)
+        self.results.hear(outcome["learned"], pass_on=True)
         for letter in outcome["letters"]:
             self._hand_up(agent.parent, letter)
         return outcome
@@ -183,7 +199,9 @@ class RayEngine:
         sent.post = post
         if "seconds" in sent.order["allotted"]:
             sent.order["allotted"]["seconds"] = sent.agent.budget.left("seconds")
-        work = asyncio.ensure_future(_result(post.actor.perform.remote(sent.order)))
+        work = asyncio.ensure_future(
+            _result(post.actor.perform.remote({**sent.order, "learned": self.results.news_for(post.name)}))
+        )
         is_cancelled = False
         try:
             while not work.done():
@@ -195,7 +213,10 @@ class RayEngine:
                     if not is_cancelled:
                         self._start(_result(post.actor.cancel.remote(name, leave=self.run.is_stopping)))
                     is_cancelled = True
-            return work.result()
+            outcome = work.result()
+            if is_cancelled and outcome["ending"] == "broken":
+                raise asyncio.CancelledError
+            return outcome
         except self._ray.exceptions.RayActorError as error:
             self._why = str(error).partition("\n")[0]
             if is_cancelled:
@@ -221,29 +242,41 @@ class RayEngine:
 
     # Workers ---------------------------------------------------------------------------------------------------------
 
-    def _hire(self) -> None:
-        task = asyncio.create_task(self._open_post(f"{self.journal.worker}-{next(self._numbers)}"))
+    def _hire(self, *, attempts: int = 3) -> None:
+        task = asyncio.create_task(self._open_post(attempts))
         self._hiring.add(task)
         task.add_done_callback(self._hiring.discard)
 
-    async def _open_post(self, name: str) -> None:
-        actor = self._actor_class.remote(self.plan, name)
-        post = Post(name, actor)
-        try:
-            post.pid = await actor.open.remote()
-        except self._ray.exceptions.RayError as error:
-            self._why = str(getattr(error, "cause", None) or error)
-            self._ray.kill(actor, no_restart=True)
+    async def _open_post(self, attempts: int) -> None:
+        for attempt in range(attempts):
+            await asyncio.sleep(attempt)
+            name = f"{self.journal.worker}-{next(self._numbers)}"
+            post = Post(name, self._actor_class.remote(self.plan, name))
+            try:
+                post.pid = await post.actor.open.remote()
+            except self._ray.exceptions.RayError as error:
+                self._why = str(getattr(error, "cause", None) or error)
+                self._ray.kill(post.actor, no_restart=True)
+                continue
+            self._posts.append(post)
+            post.listening = asyncio.create_task(self._listen(post))
             return
-        self._posts.append(post)
-        post.listening = asyncio.create_task(self._listen(post))
 
     async def _least_loaded(self) -> Post:
         while not self._posts:
             if not self._hiring:
-                raise EngineError(f"no worker is left: {self._why}")
+                self._stop_run()
+                raise asyncio.CancelledError
             await asyncio.wait(set(self._hiring), return_when=asyncio.FIRST_COMPLETED)
         return min(self._posts, key=lambda post: len(post.orders))
+
+    def _stop_run(self) -> None:
+        """Without workers the run stops where it is, and can be resumed; its agents have not failed."""
+        self.failure = f"no worker is left: {self._why}"
+        self.run.is_stopping = True
+        job = self.run.agents["main"].job
+        if job is not None:
+            self._start(self.run.scheduler.cancel(job))
 
     def _lose(self, post: Post) -> None:
         if post not in self._posts:
@@ -261,16 +294,27 @@ class RayEngine:
             except self._ray.exceptions.RayError:
                 return self._lose(post)
             for item in items:
+                sent = self._sent.get(item["agent"])
+                if sent is None:
+                    continue
                 if item["kind"] == "letter":
-                    self._hand_up(self.run.agents.get(item["to"]), item["letter"])
+                    self._hand_up(sent.agent.parent, item["letter"])
                 elif item["kind"] == "need":
-                    amounts = self._grant(item["agent"], item["need"])
-                    self._start(_result(post.actor.grant.remote(item["number"], amounts)))
+                    self._start(_result(post.actor.reply.remote(item["number"], self._grant(sent, item["need"]))))
+                else:
+                    task = asyncio.create_task(self._approve(post, item))
+                    sent.questions.add(task)
+                    task.add_done_callback(sent.questions.discard)
 
-    def _grant(self, name: str, need: dict[str, float]) -> dict[str, float]:
-        sent = self._sent.get(name)
-        if sent is None:
-            return {}
+    async def _approve(self, post: Post, item: Plain) -> None:
+        verdict = await self.run.desk.ask(
+            agent=item["by"], call=item["call"], tool=item["tool"], arguments=item["arguments"], reason=item["reason"]
+        )
+        answer = {"is_allowed": verdict.is_allowed, "by": verdict.by, "reason": verdict.reason, "scope": verdict.scope}
+        answer["is_recorded"] = verdict.is_recorded
+        await _quietly(_result(post.actor.reply.remote(item["number"], answer)))
+
+    def _grant(self, sent: Sent, need: dict[str, float]) -> dict[str, float]:
         amounts = more_for(sent.agent.budget, need, len(self._sent))
         if amounts:
             sent.reserved.append((sent.agent.budget.reserve(**amounts), amounts))
@@ -290,10 +334,8 @@ async def _result(reference: Any) -> Any:
 
 async def _quietly(work: Any) -> None:
     """A worker that cannot be told is lost, and that is noticed where its outcome is awaited."""
-    try:
+    with suppress(Exception):
         await work
-    except Exception:
-        pass
 
 
 # Ray -----------------------------------------------------------------------------------------------------------------
@@ -311,51 +353,74 @@ def open_ray_engine(
         journal = run.chronicle.journal
         if not isinstance(journal, LeasedJournal):
             raise EngineError("the Ray engine needs a journal in PostgreSQL: --journal postgresql://USER@HOST/DATABASE")
-        ray = start_ray()
+        ray = import_ray()
+        was_there = ray.is_initialized()
+        if not was_there:
+            # In a thread: it takes seconds, and on the main thread it would replace the handler of SIGTERM.
+            await asyncio.to_thread(start_ray)
         engine = RayEngine(run, journal, plan, workers, ray)
         try:
             await engine.open()
             on_open(engine)
             yield engine
+        except Exception:
+            if engine.failure is None:
+                raise
+            raise EngineError(engine.failure) from None
         finally:
             await engine.close()
+            if not was_there:
+                await asyncio.to_thread(ray.shutdown)
 
     return opened
 
 
-def start_ray() -> Any:
-    """Ray, started on loopback unless the program has started it before."""
+def import_ray() -> Any:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    is_imported = "ray" in sys.modules
-    # Ray takes a loopback address only where it believes that clusters are impossible.
-    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     try:
         import ray
     except ImportError as error:
-        raise EngineError(f"--engine ray needs the extra 'scale': pip install 'perilune[scale]' ({error})") from None
-    if not ray.is_initialized():
-        if is_imported:
-            from ray._private import ray_constants
+        raise EngineError(f"the Ray engine needs the extra 'scale': pip install 'perilune[scale]' ({error})") from None
+    return ray
 
-            ray_constants.ENABLE_RAY_CLUSTER = False
-        ray.init(
-            address="local",
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level="error",
-            configure_logging=False,
-            namespace=f"perilune-{uuid.uuid4().hex}",
-            num_cpus=max(1, os.cpu_count() or 1),
-            object_store_memory=STORE_BYTES,
-        )
+
+def start_ray() -> Any:
+    """Start Ray on this machine's loopback address."""
+    ray = import_ray()
+    from ray._private import ray_constants, worker
+
+    # Ray takes a loopback address only where it believes that clusters are impossible; its processes read the variable.
+    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    # It would print news of dead workers to standard output, among our results.
+    worker.print_to_stdstream = lambda data, ignore_prefix: None
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    ray.init(
+        address="local",
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        configure_logging=False,
+        namespace=f"perilune-{uuid.uuid4().hex}",
+        num_cpus=max(1, os.cpu_count() or 1),
+        object_store_memory=STORE_BYTES,
+    )
     return ray
 
 
 def _actor_class(ray: Any) -> Any:
     from perilune.swarm.scale.worker import Worker
 
-    # Agents wait for models most of the time: a worker takes no core for itself, and any number of calls.
-    return ray.remote(Worker).options(num_cpus=0, max_concurrency=100_000, max_restarts=0, max_task_retries=0)
+    # Agents wait for models most of the time: a worker takes no core for itself, and any number of calls. It imports
+    # what this process could import: tools may live beside the program that started the run.
+    places = os.pathsep.join(os.path.abspath(each) for each in sys.path)
+    return ray.remote(Worker).options(
+        num_cpus=0,
+        max_concurrency=100_000,
+        max_restarts=0,
+        max_task_retries=0,
+        runtime_env={"env_vars": {"PYTHONPATH": places}},
+    )
 
 
-__all__ = ["EngineError", "RayEngine", "open_ray_engine", "start_ray"]
+__all__ = ["EngineError", "RayEngine", "import_ray", "open_ray_engine", "start_ray"]

@@ -15,22 +15,25 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+from collections import deque
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import orjson
+
 from perilune.swarm import compose, orchestrator
 from perilune.swarm.agent import Agent, Answer, Letter, work
-from perilune.swarm.approvals import ApprovalDesk
+from perilune.swarm.approvals import ApprovalDesk, ApprovalRequest, Verdict
 from perilune.swarm.budget import ACCOUNTS
 from perilune.swarm.chronicle import Chronicle
 from perilune.swarm.client import ModelClient, ModelReply, ModelRequest
 from perilune.swarm.journal.event import Event, JournalError
-from perilune.swarm.results import Results
 from perilune.swarm.run import Run
 from perilune.swarm.scale.leased import LeasedJournal, is_below, unfinished
-from perilune.swarm.scale.orders import Plain, Plan, Workplace, agent_of_order, letter_of, plain_answer
+from perilune.swarm.scale.orders import Plain, Plan, Workplace, agent_of_order, left_of, letter_of, plain_answer
+from perilune.swarm.scale.shared_results import SharedResults
 from perilune.swarm.scheduler import Job, Scheduler
 from perilune.swarm.tools.tool import Tool
 
@@ -62,8 +65,9 @@ class Worker:
         self._stack = AsyncExitStack()
         self._places: dict[str, Place] = {}
         self._news: asyncio.Queue[Plain] = asyncio.Queue()
-        self._grants: dict[int, asyncio.Future[dict[str, float]]] = {}
+        self._questions: dict[int, asyncio.Future[Plain]] = {}
         self._numbers = itertools.count()
+        self._endings: set[asyncio.Future[None]] = set()
 
     async def open(self) -> int:
         """Join the run; returns the process."""
@@ -76,7 +80,7 @@ class Worker:
         )
         self._stack.push_async_callback(self._journal.close)
         self._journal.on_lost = self._lost
-        self._results = Results(self._journal)
+        self._results = SharedResults(self._journal)
         self._scheduler = Scheduler(plan.config.max_active + 1)
         return os.getpid()
 
@@ -88,36 +92,34 @@ class Worker:
     # What the run asks -----------------------------------------------------------------------------------------------
 
     async def perform(self, order: Plain) -> Plain:
-        """All tasks of an agent. The outcome's `ending` is "done", "failed", "cancelled", or "journal" where records
-        cannot be read or written here any more."""
+        """All tasks of an agent. The outcome's `ending` is "done", "failed", "cancelled", or "broken" where this worker
+        cannot write any more, and another one may."""
         place = Place(order=order)
         self._places[order["id"]] = place
+        self._results.hear(order["learned"], pass_on=False)
         try:
             await self._start(place)
             if place.job is not None:
                 await place.job.ended()
         except JournalError as error:
-            return _outcome(place, "journal", error)
+            return self._outcome(place, "failed", error)
         finally:
             del self._places[order["id"]]
             if place.run is not None:
                 await place.run.close_places()
         if place.is_leaving:
             await self._journal.let_go(order["id"])
-        error = place.job.error if place.job is not None else None
-        if isinstance(error, JournalError):
-            return _outcome(place, "journal", error)
-        if place.job is None or place.job.state == "cancelled":
-            return _outcome(place, "cancelled", None)
-        return _outcome(place, place.job.state, error)
+        if place.job is None:
+            return self._outcome(place, "cancelled", None)
+        return self._outcome(place, place.job.state, place.job.error)
 
-    async def deliver(self, agent: str, letter: Plain) -> None:
+    async def deliver(self, agent: str, letter: Plain, learned: list[Plain]) -> None:
+        self._results.hear(learned, pass_on=False)
         place = self._places.get(agent)
-        if place is not None:
+        if place is not None and place.agent is not None:
+            place.agent.inbox.append(letter_of(letter))
+        elif place is not None:
             place.order["letters"].append(letter)
-            if place.agent is not None:
-                await self._learn()
-                place.agent.inbox.append(letter_of(letter))
 
     async def cancel(self, agent: str, *, leave: bool) -> None:
         """End an order. `leave`: the run goes on another time, so nothing is written down."""
@@ -126,23 +128,26 @@ class Worker:
             await self._end(place, leave=leave)
 
     async def news(self) -> list[Plain]:
-        """What the run must hear of, as soon as there is something: letters to parents, requests for budget."""
+        """What the run must hear of, as soon as there is something: letters to parents, and questions: for budget, for
+        an approval."""
         items = [await self._news.get()]
         while not self._news.empty():
             items.append(self._news.get_nowait())
         return items
 
-    async def grant(self, number: int, amounts: dict[str, float]) -> None:
-        waiting = self._grants.get(number)
+    async def reply(self, number: int, answer: Plain) -> None:
+        """To a question."""
+        waiting = self._questions.get(number)
         if waiting is not None and not waiting.done():
-            waiting.set_result(amounts)
+            waiting.set_result(answer)
 
     # Orders ----------------------------------------------------------------------------------------------------------
 
     async def _start(self, place: Place) -> None:
         order = place.order
         past = await self._journal.take(order["id"], patience=10 * self.plan.lease_seconds)
-        await self._learn()
+        for artefact in await self._journal.newly_stored():
+            self._results.learn(artefact)
         run = place.run = self._new_run(place, past)
         if not order["is_new"]:
             place.taken_over = set(unfinished(past))
@@ -150,6 +155,8 @@ class Worker:
                 if event.kind == "approval" and is_below(event.read()["agent"], order["id"]):
                     run.desk.restore(event.read())
         agent = place.agent = agent_of_order(order, run)
+        if agent.parent is not None:
+            agent.parent.inbox = _Outbox(self, place)
         known = {event.read()["id"] for event in past if event.kind == "message" and event.chain == agent.id}
         agent.inbox.extend(letter_of(each) for each in order["letters"] if each["id"] not in known)
         run.add(agent)
@@ -175,13 +182,13 @@ class Worker:
             scheduler=self._scheduler,
             tools=self._tools,
             policy=at.policy,
-            desk=ApprovalDesk(),  # nobody is here: what needs approval is refused
+            desk=_DistantDesk(self, place),
             secrets=at.secrets,
             prices=at.prices,
             folder=Path(self.plan.folder),
             open_sandbox=at.open_sandbox,
             extras=dict(at.extras),
-            engine=_Upwards(self, place),
+            cancelled=set(place.order["cancelled"]),
         )
 
     async def _end(self, place: Place, *, leave: bool) -> None:
@@ -195,46 +202,65 @@ class Worker:
         """Another worker has it: stop, and write nothing."""
         for place in list(self._places.values()):
             if is_below(agent, place.order["id"]):
-                asyncio.ensure_future(self._end(place, leave=True))
+                ending = asyncio.ensure_future(self._end(place, leave=True))
+                self._endings.add(ending)
+                ending.add_done_callback(self._endings.discard)
 
-    async def _learn(self) -> None:
-        """Handles that others made."""
-        for artefact in await self._journal.newly_stored():
-            self._results.learn(artefact)
+    def _outcome(self, place: Place, ending: str, error: BaseException | None) -> Plain:
+        agent = place.agent
+        lines = agent.budget.snapshot() if agent is not None else {}
+        return {
+            "ending": "broken" if isinstance(error, JournalError) and self._journal.is_broken else ending,
+            "error": None if error is None else str(error) or type(error).__name__,
+            "answers": [plain_answer(each) for each in agent.answers] if agent is not None else [],
+            "spent": {name: lines[name]["spent"] for name in ACCOUNTS if name in lines},
+            "taint": list(agent.taint.sources) if agent is not None else [],
+            "letters": [asdict(letter) for letter in place.letters],
+            "learned": self._results.news_for("run"),
+        }
 
     def tell(self, item: Plain) -> None:
         self._news.put_nowait(item)
 
-    async def ask_for(self, agent: str, need: dict[str, float]) -> dict[str, float]:
-        """More budget for an order: what the run can give, perhaps nothing."""
+    async def ask(self, kind: str, order: str, **question: Any) -> Plain:
+        """A question to the run, on behalf of an order."""
         number = next(self._numbers)
-        self._grants[number] = asyncio.get_running_loop().create_future()
-        self.tell({"kind": "need", "agent": agent, "number": number, "need": need})
+        self._questions[number] = asyncio.get_running_loop().create_future()
+        self.tell({"kind": kind, "agent": order, "number": number, **question})
         try:
-            return await self._grants[number]
+            return await self._questions[number]
         finally:
-            del self._grants[number]
+            del self._questions[number]
 
     def has_written(self, agent: str) -> bool:
         return self._journal.has_written(agent)
 
 
-class _Upwards:
-    """Where the agents of an order run (here), and how they reach a parent in another process."""
+class _Outbox(deque[Letter]):
+    """The inbox of a parent in another process: what is put in goes there."""
 
     def __init__(self, worker: Worker, place: Place) -> None:
+        super().__init__()
         self._worker, self._place = worker, place
 
-    async def perform(self, agent: Agent, tasks: Any, *, many: bool) -> list[Answer]:
-        assert self._place.run is not None
-        return await work(self._place.run, agent, tasks, many=many)
-
-    def deliver(self, agent: Agent, letter: Letter) -> bool:
-        if self._place.agent is None or agent is not self._place.agent.parent:
-            return False
+    def append(self, letter: Letter) -> None:
         self._place.letters.append(letter)
-        self._worker.tell({"kind": "letter", "to": agent.id, "letter": asdict(letter)})
-        return True
+        self._worker.tell({"kind": "letter", "agent": self._place.order["id"], "letter": asdict(letter)})
+
+
+class _DistantDesk(ApprovalDesk):
+    """Nobody is here to approve anything: the run is asked, where somebody may be."""
+
+    def __init__(self, worker: Worker, place: Place) -> None:
+        super().__init__()
+        self._worker, self._place = worker, place
+        self.attach("the run")
+
+    async def _wait(self, request: ApprovalRequest) -> Verdict:
+        asked = {"by": request.agent, "call": request.call, "tool": request.tool, "reason": request.reason}
+        arguments = orjson.loads(request.arguments)
+        verdict = await self._worker.ask("approval", self._place.order["id"], arguments=arguments, **asked)
+        return Verdict(request=request, **verdict)
 
 
 class _Purse:
@@ -266,32 +292,13 @@ class _Purse:
         short = {
             name: amount - left
             for name, amount in need.items()
-            if name in allotted and (left := _left(root, name)) < amount
+            if name in allotted and (left := left_of(root.budget, name)) < amount
         }
         if short:
-            granted = await self._worker.ask_for(root.id, short)
-            root.budget.grow(**granted)
+            root.budget.grow(**await self._worker.ask("need", root.id, need=short))
 
     async def close(self) -> None:
         """The client belongs to the workplace."""
-
-
-def _left(agent: Agent, dimension: str) -> float:
-    return agent.budget.left(dimension)  # type: ignore[arg-type]
-
-
-def _outcome(place: Place, ending: str, error: BaseException | None) -> Plain:
-    answers = place.job.result if place.job is not None else None
-    agent = place.agent
-    lines = agent.budget.snapshot() if agent is not None else {}
-    return {
-        "ending": ending,
-        "error": None if error is None else str(error) or type(error).__name__,
-        "answers": [plain_answer(each) for each in answers or ()],
-        "spent": {name: lines[name]["spent"] for name in ACCOUNTS if name in lines},
-        "taint": list(agent.taint.sources) if agent is not None else [],
-        "letters": [asdict(letter) for letter in place.letters],
-    }
 
 
 __all__ = ["Worker"]

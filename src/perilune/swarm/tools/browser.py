@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import tempfile
+import weakref
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -21,10 +23,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from perilune.swarm.sandbox import files
+from perilune.swarm.sandbox.contract import Limits
+from perilune.swarm.sandbox.process import parent_of
+from perilune.swarm.sandbox.supervisor import Watch, start_watching, stop_watching
 from perilune.swarm.tools.browser_room import FLAGS, PROXY, room_missing, write_launcher
 from perilune.swarm.tools.door import Door
 from perilune.swarm.tools.network import NetworkPolicy, PublicResolver, Refused, Resolver, checked
+from perilune.swarm.tools.room import write_within
 from perilune.swarm.tools.shown import OUTPUT_LIMIT, clipped, one_line
 from perilune.swarm.tools.tool import Tool, ToolContext, ToolError, ToolResult, tool
 from perilune.swarm.tools.web import web_effects
@@ -34,22 +39,28 @@ if TYPE_CHECKING:
     from playwright.async_api import Page
 
 PAGES_LIMIT = 16
+ROOM_LIMITS = Limits(memory_bytes=4 << 30, processes=256, disk_bytes=1 << 30)
+"""Of the browser with all its pages: one of them may be made to take the machine's memory."""
 ELEMENTS_LIMIT = 100
 ACTION_SECONDS = 10.0
 
-# Numbers what can be clicked or filled, and gives the text that a person would see.
+# Numbers what can be clicked or filled, and gives the text that a person would see. It runs beside the page's scripts,
+# where they cannot replace what it calls; methods are taken from prototypes, since elements can hide those by name.
 _SNAPSHOT = """limit => {
   const wanted = 'a[href], button, input, textarea, select, [role=button], [role=link], [onclick]';
-  const shown = each => { const box = each.getBoundingClientRect(); return box.width > 0 && box.height > 0; };
-  document.querySelectorAll('[data-number]').forEach(each => each.removeAttribute('data-number'));
-  const elements = [...document.querySelectorAll(wanted)].filter(shown).slice(0, limit).map((each, index) => {
-    each.setAttribute('data-number', index + 1);
-    const label = each.getAttribute('aria-label') || each.placeholder;
+  const { getAttribute, setAttribute, removeAttribute, getBoundingClientRect } = Element.prototype;
+  const all = selector => [...Document.prototype.querySelectorAll.call(document, selector)];
+  const shown = each => { const box = getBoundingClientRect.call(each); return box.width > 0 && box.height > 0; };
+  all('[data-number]').forEach(each => removeAttribute.call(each, 'data-number'));
+  const elements = all(wanted).filter(shown).slice(0, limit).map((each, index) => {
+    setAttribute.call(each, 'data-number', index + 1);
+    const label = getAttribute.call(each, 'aria-label') || each.placeholder;
     const words = each.innerText || label || each.name || each.value || '';
     const kind = each.tagName.toLowerCase() + (each.type && each.tagName === 'INPUT' ? ' ' + each.type : '');
     return [kind, String(words).slice(0, 200), String(each.href || '').slice(0, 500)];
   });
-  return {text: document.body ? document.body.innerText.slice(0, 400000) : '', elements};
+  const text = document.body ? String(document.body.innerText).slice(0, 400000) : '';
+  return {title: String(document.title).slice(0, 500), text, elements};
 }"""
 
 
@@ -63,6 +74,7 @@ class Browser:
     _chromium: Chromium | None = None
     _playwright: Any = None
     _starting: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _watch: Watch | None = None
 
     async def page(self, agent: str) -> Page:
         """The agent's page; the browser is started, or started again, when there is none."""
@@ -79,6 +91,8 @@ class Browser:
     async def _start(self) -> None:
         from playwright.async_api import Error, async_playwright
 
+        self._stop_watching()
+        self.door.on_caller = self._watch_room
         if self._playwright is None:
             await self.door.open(self.folder / "door")
             write_launcher(self.folder / "chromium", self.folder / "door")
@@ -104,7 +118,35 @@ class Browser:
         context.on("page", lambda other: asyncio.ensure_future(other.close()))
         return page
 
+    def _watch_room(self, caller: int) -> None:
+        """The program in front of Chromium has connected for the first time: from now on the room has its limits."""
+        self.door.on_caller = None
+        first = parent_of(caller)
+        if first is None:
+            return
+        try:
+            descriptor = os.pidfd_open(first)
+        except OSError:
+            return
+
+        def end(limit: str) -> None:
+            self.door.refused.append(f"the browser took too much ({limit}) and was ended with all its pages")
+            with suppress(OSError):
+                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+
+        self._watch = Watch(
+            root=first, limits=ROOM_LIMITS, folders=(self.folder,), most_disk_bytes=ROOM_LIMITS.disk_bytes, exceeded=end
+        )
+        weakref.finalize(self._watch, os.close, descriptor)
+        start_watching(self._watch)
+
+    def _stop_watching(self) -> None:
+        if self._watch is not None:
+            stop_watching(self._watch)
+            self._watch = None
+
     async def close(self) -> None:
+        self._stop_watching()
         # Each may have died before, in any way; the room dies with its parent.
         if self._chromium is not None:
             with suppress(Exception):
@@ -191,7 +233,7 @@ def browser_tools(browser: Browser) -> list[Tool]:
         with _told():
             picture = await page.screenshot(type="png", timeout=ACTION_SECONDS * 1000)
         try:
-            await asyncio.to_thread(files.write_file, context.workspace, path, picture)
+            await asyncio.to_thread(write_within, context.workspace, path, picture)
         except (OSError, ValueError) as error:
             raise ToolError(f"path is {path!r}: {error}") from None
         return f"wrote {len(picture)} bytes to {path}"
@@ -224,8 +266,7 @@ async def _settled(page: Page) -> None:
 
 async def _shown(browser: Browser, page: Page) -> str:
     with _told():
-        snapshot = await page.evaluate(_SNAPSHOT, ELEMENTS_LIMIT)
-        title = await page.title()
+        snapshot = await _snapshot(page)
     elements = [
         f"[{number}] {one_line(str(kind), 40)}: {one_line(str(words), 200)}"
         + (f" -> {one_line(str(link), 500)}" if link else "")
@@ -233,14 +274,39 @@ async def _shown(browser: Browser, page: Page) -> str:
     ]
     refused = [f"[refused: {each}]" for each in dict.fromkeys(browser.door.refused)]
     browser.door.refused.clear()
-    head = [f"[{one_line(page.url, 2_000)}]", f"[title: {one_line(title)}]", *refused[:5]]
+    head = [f"[{one_line(page.url, 2_000)}]", f"[title: {one_line(str(snapshot.get('title', '')))}]", *refused[:5]]
     text = clipped(str(snapshot.get("text", "")), OUTPUT_LIMIT // 2)
     return "\n".join([*head, text, "", *elements])
 
 
-def _rows(snapshot: Any) -> list[tuple[Any, Any, Any]]:
+async def _snapshot(page: Page) -> dict[str, Any]:
+    """What `_SNAPSHOT` finds, in a world of its own: in the page's, its scripts would decide what is sent to us."""
+    session = await page.context.new_cdp_session(page)
+    try:
+        tree = await session.send("Page.getFrameTree")
+        place = {"frameId": tree["frameTree"]["frame"]["id"], "worldName": "reader"}
+        world = await session.send("Page.createIsolatedWorld", place)
+        answer = await session.send(
+            "Runtime.evaluate",
+            {
+                "expression": f"({_SNAPSHOT})({ELEMENTS_LIMIT})",
+                "contextId": world["executionContextId"],
+                "returnByValue": True,
+                "timeout": ACTION_SECONDS * 1000,
+            },
+        )
+    finally:
+        with suppress(Exception):  # the page may be gone, with its session
+            await session.detach()
+    value = answer["result"].get("value")
+    if not isinstance(value, dict):
+        raise ToolError("the page cannot be read as it is now; read it again")
+    return value
+
+
+def _rows(snapshot: dict[str, Any]) -> list[tuple[Any, Any, Any]]:
     """The page wrote this: only rows of the expected form count."""
-    rows = snapshot.get("elements", []) if isinstance(snapshot, dict) else []
+    rows = snapshot.get("elements", [])
     return [tuple(row) for row in rows[:ELEMENTS_LIMIT] if isinstance(row, list) and len(row) == 3]
 
 

@@ -149,10 +149,13 @@ async def build_index(
         files = found_files(folder, report, limits)
         while (found := await asyncio.to_thread(next, files, None)) is not None:
             document = await read_document(found, report, sandbox=sandbox, limits=limits)
-            if document is not None:
-                await asyncio.to_thread(_insert, connection, document)
+            if document is None:
+                continue
+            if await asyncio.to_thread(_insert, connection, document):
                 report.documents += 1
                 report.characters += len(document.text)
+            else:
+                report.leave_out("has the id of another document, which two files can be made to share", found.path)
         body = {
             "documents": report.documents,
             "characters": report.characters,
@@ -177,11 +180,14 @@ def open_index(database: Path) -> DocumentIndex:
     return DocumentIndex(database=database, report=report)
 
 
-def _insert(connection: sqlite3.Connection, document: Document) -> None:
-    connection.execute(
-        "INSERT INTO documents VALUES (?, ?, ?, ?, ?, ?)",
+def _insert(connection: sqlite3.Connection, document: Document) -> bool:
+    """False where the id is taken: the first one keeps it, so that a citation means one document."""
+    inserted = connection.execute(
+        "INSERT OR IGNORE INTO documents VALUES (?, ?, ?, ?, ?, ?)",
         (document.id, document.path, document.title, document.sha256, len(document.text), document.text),
     )
+    if not inserted.rowcount:
+        return False
     title = _spaced(f"{document.title} {document.path}")
     for start, stop in passages(document.text):
         row = connection.execute(
@@ -189,6 +195,7 @@ def _insert(connection: sqlite3.Connection, document: Document) -> None:
         )
         body = _spaced(document.text[start:stop])
         connection.execute("INSERT INTO words(rowid, title, body) VALUES (?, ?, ?)", (row.lastrowid, title, body))
+    return True
 
 
 def passages(text: str, size: int = PASSAGE) -> Iterator[tuple[int, int]]:

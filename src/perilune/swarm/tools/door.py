@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import re
+import socket
+import struct
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,12 +38,16 @@ class Door:
     passed: int = 0
     refused: deque[str] = field(default_factory=lambda: deque(maxlen=20))
     """The last refusals, so that an agent learns why a page is incomplete."""
+    on_caller: Callable[[int], None] | None = None
+    """Told the number of the process that connects, before anything else."""
+    longest_seconds: float = 120.0
+    """Of one connection: a page that keeps all of them would keep every other page out."""
     _server: asyncio.Server | None = None
     _slots: asyncio.Semaphore | None = None
 
-    async def open(self, socket: Path) -> None:
+    async def open(self, path: Path) -> None:
         self._slots = asyncio.Semaphore(self.connections)
-        self._server = await asyncio.start_unix_server(self._serve, socket, limit=HEAD_LIMIT)
+        self._server = await asyncio.start_unix_server(self._serve, path, limit=HEAD_LIMIT)
 
     async def close(self) -> None:
         if self._server is not None:
@@ -48,6 +55,8 @@ class Door:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         assert self._slots is not None
+        if self.on_caller is not None:
+            self.on_caller(_caller(writer))
         with suppress(OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
             async with self._slots:
                 try:
@@ -120,7 +129,7 @@ class Door:
             asyncio.create_task(self._pump(upstream[0], browser[1])),
         ]
         try:
-            await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(pumps, timeout=self.longest_seconds, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for pump in pumps:
                 pump.cancel()
@@ -135,3 +144,8 @@ class Door:
                     break
                 sink.write(chunk)
                 await sink.drain()
+
+
+def _caller(writer: asyncio.StreamWriter) -> int:
+    credentials = writer.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    return struct.unpack("3i", credentials)[0]

@@ -24,6 +24,7 @@ from perilune.swarm.sandbox import files
 from perilune.swarm.sandbox.contract import WORKSPACE, Limits
 from perilune.swarm.sandbox.paths import PathRefused
 from perilune.swarm.tools.programs import missing_sandbox
+from perilune.swarm.tools.room import write_within
 from perilune.swarm.tools.shown import OUTPUT_LIMIT, clipped, decoded, is_binary, one_line
 from perilune.swarm.tools.tool import Tool, ToolContext, ToolError, tool
 
@@ -74,7 +75,7 @@ async def write_file(
     data = _encoded(content)
     root, name = _place(context, path, writing=True)
     with _told(path):
-        size = await asyncio.to_thread(files.write_file, root, name, data)
+        size = await asyncio.to_thread(write_within, root, name, data)
     return f"wrote {size} bytes to {path}"
 
 
@@ -96,9 +97,11 @@ async def edit_file(
         raise ToolError(f"old does not occur in {path!r}; read the file and copy the text exactly, with its spaces")
     if count > 1 and not all:
         raise ToolError(f"old occurs {count} times in {path!r}; give more of the text around it, or set all to true")
+    # Before it is made: a short text put into millions of places would take more memory than the machine has.
+    _check_length(len(content) + count * (len(new) - len(old)))
     data = _encoded(content.replace(old, new))
     with _told(path):
-        await asyncio.to_thread(files.write_file, root, name, data)
+        await asyncio.to_thread(write_within, root, name, data)
     return f"replaced {count} in {path}"
 
 
@@ -220,9 +223,13 @@ def _encoded(content: str) -> bytes:
         data = content.encode()
     except UnicodeEncodeError as error:
         raise ToolError(f"the text holds half a character at position {error.start}; write it again") from None
-    if len(data) > WRITE_LIMIT:
-        raise ToolError(f"the file would have {len(data)} bytes, more than {WRITE_LIMIT}; write it in parts")
+    _check_length(len(data))
     return data
+
+
+def _check_length(size: int) -> None:
+    if size > WRITE_LIMIT:
+        raise ToolError(f"the file would have {size} bytes, more than {WRITE_LIMIT}; write it in parts")
 
 
 @contextmanager

@@ -113,7 +113,11 @@ def _walk(descriptor: int, prefix: str, report: IngestReport, limits: IngestLimi
     try:
         for name in sorted(os.listdir(descriptor)):
             path = prefix + name
-            mode = os.stat(name, dir_fd=descriptor, follow_symlinks=False).st_mode
+            try:
+                mode = os.stat(name, dir_fd=descriptor, follow_symlinks=False).st_mode
+            except OSError:  # gone since it was listed, or in a folder that may be listed but not entered
+                report.leave_out("cannot be opened", path)
+                continue
             if stat.S_ISLNK(mode):
                 report.leave_out("symbolic links are not followed", path)
             elif name.lower() in SKIPPED_FOLDERS:
@@ -147,6 +151,10 @@ def _opened(name: str, descriptor: int, flags: int) -> int | None:
 def _read(
     name: str, descriptor: int, path: str, report: IngestReport, limits: IngestLimits, room: list[int]
 ) -> bytes | None:
+    beyond = f"beyond {limits.files} files or {limits.total_bytes} bytes in all"
+    if room[0] < 1 or room[1] < 1:  # before it is read: a folder may hold terabytes more
+        report.leave_out(beyond, path)
+        return None
     opened = _opened(name, descriptor, 0)
     if opened is None:
         report.leave_out("cannot be opened", path)
@@ -156,11 +164,15 @@ def _read(
             report.leave_out("not a regular file", path)
             return None
         limit = limits.html_bytes if Path(name).suffix.lower() in HTML_SUFFIXES else limits.file_bytes
-        data = file.read(limit + 1)
+        try:
+            data = file.read(limit + 1)
+        except OSError:
+            report.leave_out("cannot be read", path)
+            return None
     if len(data) > limit:
         report.leave_out(f"larger than {limit} bytes", path)
-    elif room[0] < 1 or room[1] < len(data):
-        report.leave_out(f"beyond {limits.files} files or {limits.total_bytes} bytes in all", path)
+    elif room[1] < len(data):
+        report.leave_out(beyond, path)
     elif _PRIVATE_KEY.search(data):
         report.leave_out("holds a private key", path)
     else:

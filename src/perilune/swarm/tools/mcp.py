@@ -44,6 +44,7 @@ from perilune.swarm.tools.tool import Effects, OutcomeUnknown, Tool, ToolContext
 _NAME = re.compile(r"^[a-z0-9](?:[a-z0-9-]{0,22}[a-z0-9])?$")
 _ANSWER: TypeAdapter[Any] = TypeAdapter(mcp_types.CallToolResult | mcp_types.InputRequiredResult)
 TOOLS_LIMIT = 500
+PAGES_LIMIT = 100
 LATE_LIMIT = 3
 """Calls without an answer in time, none answered between them, after which a server is started again."""
 State = Literal["starting", "ready", "restarting", "closed"]
@@ -251,7 +252,7 @@ class McpServer:
     async def _list(self, client: Client) -> None:
         listed: dict[str, Described] = {}
         withdrawn: dict[str, str] = {}
-        cursor = None
+        cursor, pages = None, 0
         while True:
             page = await client.session.list_tools(params=mcp_types.PaginatedRequestParams(cursor=cursor))
             for each in page.tools:
@@ -259,12 +260,15 @@ class McpServer:
                     continue
                 described = described_tool(each)
                 if reason := unusable(self.spec.name, each.name, described, listed):
-                    withdrawn[each.name] = reason
+                    withdrawn[one_line(each.name, 100)] = reason
                 else:
                     listed[each.name] = described
             cursor = page.next_cursor
+            pages += 1
             if cursor is None or len(listed) > TOOLS_LIMIT:
                 break
+            if len(withdrawn) > TOOLS_LIMIT or pages > PAGES_LIMIT:
+                raise ValueError(f"its list of tools has no end ({pages} pages)")
         compared: Comparison = self.pins.compare(self.spec.name, dict(list(listed.items())[:TOOLS_LIMIT]))
         self.offered = {name: each for name, each in listed.items() if name in compared.unchanged}
         self.withdrawn = withdrawn | dict(compared.withdrawn)

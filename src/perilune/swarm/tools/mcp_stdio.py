@@ -27,7 +27,8 @@ Streams = tuple[MemoryObjectReceiveStream[SessionMessage | Exception], MemoryObj
 
 MESSAGE_LIMIT = 8 << 20
 UNASKED_LIMIT = 5_000
-"""Notifications, requests and lines that are no JSON, between two answers."""
+"""Notifications, requests, answers to nothing and lines that are no JSON, between two answers that were waited for."""
+UNASKED_BYTES = 64 << 20
 STDERR_KEPT = 4_000
 GRACE_SECONDS = 1.0
 
@@ -63,10 +64,11 @@ async def stdio_transport(
     )
     received, incoming = anyio.create_memory_object_stream[SessionMessage | Exception](0)
     outgoing, to_send = anyio.create_memory_object_stream[SessionMessage](0)
+    asked: set[str] = set()
     try:
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(_read, process, received, ended)
-            tasks.start_soon(_write, process, to_send, ended)
+            tasks.start_soon(_read, process, received, asked, ended)
+            tasks.start_soon(_write, process, to_send, asked, ended)
             tasks.start_soon(_keep_stderr, process, ended)
             try:
                 yield incoming, outgoing
@@ -88,10 +90,12 @@ def _dying_with_us(argv: Sequence[str]) -> list[str]:
 async def _read(
     process: asyncio.subprocess.Process,
     received: MemoryObjectSendStream[SessionMessage | Exception],
+    asked: set[str],
     ended: Ended,
 ) -> None:
+    """`asked` holds the ids of requests that wait for an answer."""
     assert process.stdout is not None
-    unasked = 0
+    unasked = size = 0
     async with received:
         while True:
             try:
@@ -101,14 +105,19 @@ async def _read(
             if not line:
                 return ended.because("it closed its output")
             unasked += 1
+            size += len(line)
             try:
                 message = mcp_types.jsonrpc_message_adapter.validate_json(line, by_name=False)
             except ValueError:
                 message = None  # programs print greetings; a flood of them is counted below
-            if isinstance(message, mcp_types.JSONRPCResponse | mcp_types.JSONRPCError):
-                unasked = 0
-            if unasked > UNASKED_LIMIT:
-                return ended.because(f"it sent more than {UNASKED_LIMIT} messages that nobody asked for")
+            is_answer = isinstance(message, mcp_types.JSONRPCResponse | mcp_types.JSONRPCError)
+            if is_answer and repr(message.id) in asked:
+                asked.discard(repr(message.id))
+                unasked = size = 0
+            if unasked > UNASKED_LIMIT or size > UNASKED_BYTES:
+                return ended.because(
+                    f"it sent more than {UNASKED_LIMIT} messages or {UNASKED_BYTES} bytes that nobody asked for"
+                )
             if message is not None:
                 try:
                     await received.send(SessionMessage(message))
@@ -117,11 +126,16 @@ async def _read(
 
 
 async def _write(
-    process: asyncio.subprocess.Process, to_send: MemoryObjectReceiveStream[SessionMessage], ended: Ended
+    process: asyncio.subprocess.Process,
+    to_send: MemoryObjectReceiveStream[SessionMessage],
+    asked: set[str],
+    ended: Ended,
 ) -> None:
     assert process.stdin is not None
     async with to_send:
         async for each in to_send:
+            if isinstance(each.message, mcp_types.JSONRPCRequest):
+                asked.add(repr(each.message.id))
             try:
                 process.stdin.write(each.message.model_dump_json(by_alias=True, exclude_unset=True).encode() + b"\n")
                 await process.stdin.drain()

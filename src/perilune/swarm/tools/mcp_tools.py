@@ -20,6 +20,7 @@ from perilune.swarm.tools.tool import ToolError, ToolResult
 
 DESCRIPTION_LIMIT = 8_000
 SCHEMA_LIMIT = 64_000
+NAME_LIMIT = 128
 
 
 def full_name(server: str, tool: str) -> str:
@@ -41,6 +42,8 @@ def unusable(server: str, name: str, described: Described, listed: Mapping[str, 
         return f"tool {shown} has parameters that are no JSON of the usual kind"
     if len(described["description"]) > DESCRIPTION_LIMIT or size > SCHEMA_LIMIT:
         return f"tool {shown} says more than {DESCRIPTION_LIMIT} characters, or {SCHEMA_LIMIT} about its parameters"
+    if len(name) > NAME_LIMIT:
+        return f"tool {one_line(name, 100)!r} has a name of {len(name)} characters, more than {NAME_LIMIT}"
     if not name or any(full_name(server, name) == full_name(server, other) for other in listed):
         return f"tool {shown} has no name of its own in the characters that models take"
     return None

@@ -167,7 +167,7 @@ def checked(url: str, policy: NetworkPolicy, *, base: Target | None = None) -> T
     if len(url) > URL_LIMIT:
         raise Refused(f"the URL has {len(url)} characters, more than {URL_LIMIT}")
     # Parsers disagree about these, and a disagreement is where a guard is passed.
-    if bad := re.search(r"[\x00-\x20\x7f-\xa0\\\u2028\u2029\ufeff]", url):
+    if bad := re.search(r"[\x00-\x20\x7f-\xa0\\\u2028\u2029\ufeff\ud800-\udfff]", url):
         raise Refused(f"the URL holds the character {bad[0]!r}; write it percent-encoded")
     match = _URL.match(url)
     if match is None:

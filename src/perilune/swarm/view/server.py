@@ -23,6 +23,7 @@ import uvicorn
 
 from perilune.swarm.journal.event import Journal
 from perilune.swarm.view.app import Parts, build
+from perilune.swarm.view.connection import BoundedConnection
 from perilune.swarm.view.controls import Approvals, Controls
 from perilune.swarm.view.feed import Feed
 from perilune.swarm.view.guard import Guard
@@ -139,7 +140,7 @@ class View:
         )
         config = uvicorn.Config(
             Guard(build(parts), port=self.port, token=self._token),
-            http="h11",
+            http=BoundedConnection,
             ws="none",
             loop="none",
             lifespan="off",

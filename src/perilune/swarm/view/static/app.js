@@ -163,7 +163,7 @@ if (!hasToken) {
     onState: (state, text) => {
       byId("connection").className = `connection ${state}`;
       setText(byId("connection"), STATES[state]);
-      if (state === "closed") live.live = false;
+      if (state === "closed") Object.assign(live, { live: false, closed: true }); // there is nobody left to ask
       notice(state === "refused" ? `The server refused: ${text}.` : "");
     },
   });

@@ -161,7 +161,7 @@ export class Detail {
     setText(this.facts, facts.filter(Boolean).join("  ·  "));
     if (this.tools) this.tools.hidden = agent.ended !== null || this.until !== null;
     this.#hideLater();
-    if (agent.entries !== this.seen && !this.busy) this.#load(agent);
+    if (agent.entries !== this.seen && !this.busy && !store.closed) this.#load(agent);
   }
 
   async #load(agent) {
