@@ -212,7 +212,7 @@ async def faults(runs: int = 4) -> list[Measured]:
     """10% of all calls are faulty: bad JSON, cut and stalled streams, odd ids, 5xx."""
     good = total = 0
     for seed in range(runs):
-        chaos = Chaos(rate=0.1, seed=seed)
+        chaos = Chaos(share=0.1, seed=seed)
         with start_server("swarm", {"agents": 100, "steps": 5}, Behaviour(latency=0.02, chaos=chaos)) as server:
             run = await _timed(server.base_url, client={"limits": CallLimits(idle_seconds=2.0, attempts=10)})
         answers = [text for agent, text in _answers(run) if agent != "main"]
@@ -353,6 +353,7 @@ async def _timed(
             wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
             result = await live.finish()
             view.stop()
+            await live.run.client.close()
         with SQLiteReader(folder / JOURNAL) as reader:
             events = list(reader.events())
             artefacts = {

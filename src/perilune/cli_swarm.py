@@ -55,7 +55,7 @@ class RunFlags:
     """Agents at work at a time; more of them queue."""
     context_tokens: int = 128_000
     """Window of the model."""
-    max_tokens: int = 4096
+    max_tokens: int = 16_384
     """Of one reply."""
     temperature: float | None = None
     seed: int = 0

@@ -86,6 +86,11 @@ def test_a_digest_takes_no_more_of_a_message_than_its_limit(text, limit):
     assert limit // 2 < wire_size(shown) <= limit
 
 
+def test_a_text_whose_escapes_do_not_fit_is_a_digest_though_its_characters_would():
+    shown, artefact = run_virtually(Results(MemoryJournal()).digest("\x00" * 3000, 5000, tainted=False))
+    assert artefact is not None and wire_size(shown) <= 5000
+
+
 def test_one_result_of_50_million_bytes_is_a_digest_and_all_of_it_is_stored(tmp_path):
     @tool(effects="none")
     def huge() -> str:
@@ -255,3 +260,12 @@ def test_a_last_step_that_breaks_the_schema_is_no_answer(tmp_path):
     )
     result, _, _ = play(behaviour, tmp_path, subagent_steps=1)
     assert "schema" in result.answer and "failed" in result.answer
+
+
+def test_a_deep_agent_has_a_folder_of_its_own_whatever_the_length_of_its_id():
+    from perilune.swarm.run import folder_name
+
+    deep = "main" + "/a-researcher-with-quite-a-long-name-12.34" * 12
+    names = {folder_name(deep), folder_name(deep + "/x"), folder_name("main/w-1.0"), folder_name("main/w-1.1")}
+    assert len(names) == 4 and all(len(name.encode()) <= 255 for name in names)
+    assert folder_name("main/w-1.0") == "main_w-1.0"

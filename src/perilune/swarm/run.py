@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -136,7 +137,7 @@ class Run:
         """The agent's own folder and the sandbox around it, made at its first call."""
         place = self._places.get(agent.id)
         if place is None:
-            workspace = self.folder / "workspaces" / re.sub(r"[^A-Za-z0-9_.-]", "_", agent.id)
+            workspace = self.folder / "workspaces" / folder_name(agent.id)
             workspace.mkdir(parents=True, exist_ok=True)
             place = workspace, self.open_sandbox(workspace) if self.open_sandbox else None
             self._places[agent.id] = place
@@ -147,3 +148,11 @@ class Run:
             if sandbox is not None:
                 await sandbox.close()
         self._places.clear()
+
+
+def folder_name(agent: str) -> str:
+    """An agent's id as the name of a folder. Ids of deep agents are longer than a name may be: their end is hashed."""
+    plain = re.sub(r"[^A-Za-z0-9_.-]", "_", agent)
+    if len(plain) <= 200:
+        return plain
+    return f"{plain[:160]}-{hashlib.sha256(agent.encode()).hexdigest()[:32]}"

@@ -38,7 +38,7 @@ class SwarmConfig:
     models: tuple[str, ...] = ()
     """More models that sub-agents may be given."""
     system_prompt: str = field(default_factory=lambda: prompt("orchestrator"))
-    max_tokens: int = 4096
+    max_tokens: int = 16_384
     """Of one reply."""
     temperature: float | None = None
     seed: int | None = 0
