@@ -4,9 +4,8 @@
     python benchmarks/swarm.py wide kill          only these; `--list` names them
 
 Every case runs in a process of its own; the model server is another process, so its time is not ours. The journal is
-sealed and the live view runs in all of them. Where a goal names a peer's number, it was measured by its authors' code
-on the same kind of machine and stands in the table for comparison, not in the same run. Writes
-benchmarks/results/swarm.json.
+sealed and the live view runs in all of them. The peer of `wide` runs in the same process after us, when the package
+`openai` is there; peers named elsewhere stand for what others reported. Writes benchmarks/results/swarm.json.
 """
 
 import asyncio
@@ -81,23 +80,43 @@ async def wide(agents: int = 100, steps: int = 15) -> list[Measured]:
     """100 agents x 15 steps, 200 ms a call: one orchestrator turn gives out all of it."""
     with start_server("swarm", {"agents": agents, "steps": steps - 1}, Behaviour(latency=LATENCY)) as server:
         run = await _timed(server.base_url)
+        peer_wall, peer_cpu, peer_stall = await _openai_loop(server.base_url, agents, steps)
     calls = run.result.spent["calls"]["spent"]
     ideal = LATENCY * run.result.parallelism.critical_steps
+    peer = "a bare loop on the openai package, no journal"
     return [
-        Measured(metric="wall", unit="s", ours=run.wall, bar=4.5, peer=10.7, peer_name="agent-framework", floor=ideal),
-        Measured(
-            metric="CPU per step",
-            unit="ms",
-            ours=1000 * run.cpu / calls,
-            bar=1.0,
-            peer=6.6,
-            peer_name="agent-framework",
-        ),
-        Measured(
-            metric="longest stall", unit="ms", ours=1000 * run.stall, bar=50, peer=531, peer_name="agent-framework"
-        ),
+        Measured(metric="wall", unit="s", ours=run.wall, bar=4.5, peer=peer_wall, peer_name=peer, floor=ideal),
+        Measured(metric="CPU per step", unit="ms", ours=1000 * run.cpu / calls, bar=1.0, peer=peer_cpu, peer_name=peer),
+        Measured(metric="longest stall", unit="ms", ours=1000 * run.stall, bar=50, peer=peer_stall, peer_name=peer),
         Measured(metric="against one after the other", unit="x", ours=LATENCY * calls / run.wall, more_is_better=True),
     ]
+
+
+async def _openai_loop(base_url: str, agents: int, steps: int) -> tuple[float | None, float | None, float | None]:
+    """The same conversations with the official client and nothing else: seconds, CPU ms per step, longest stall in ms.
+    None where the package is not installed."""
+    try:
+        from openai import AsyncOpenAI
+    except ImportError:
+        return None, None, None
+    declared: Any = [json.loads(no_op.declaration)]
+
+    async def agent(client: AsyncOpenAI, number: int) -> None:
+        task = f"subtask {number}: Do the task."
+        messages: list[Any] = [{"role": "system", "content": "You work."}, {"role": "user", "content": task}]
+        for _ in range(steps):
+            reply = await client.chat.completions.create(model="scripted", messages=messages, tools=declared)
+            message = reply.choices[0].message
+            messages.append(message.model_dump(exclude_none=True))
+            for call in message.tool_calls or ():
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": "ok"})
+
+    async with AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=120) as client:
+        wall, cpu = time.perf_counter(), time.process_time()
+        async with _stalls() as stall:
+            await asyncio.gather(*(agent(client, number) for number in range(agents)))
+        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    return wall, 1000 * cpu / (agents * steps), 1000 * stall[0]
 
 
 async def wider() -> list[Measured]:
@@ -478,7 +497,7 @@ def main(arguments: list[str]) -> None:
     unknown = [name for name in arguments if name not in CASES]
     if unknown:
         raise SystemExit(f"unknown case {unknown[0]!r}; expected some of {', '.join(CASES)}")
-    from perilune.bench.rows import write_rows  # imports torch: not in the measured processes
+    from perilune.bench.rows import read_rows, write_rows  # imports torch: not in the measured processes
 
     rows = []
     for name in arguments or CASES:
@@ -491,11 +510,19 @@ def main(arguments: list[str]) -> None:
         for each in map(lambda plain: Measured(**plain), json.loads(lines[-1][7:])):
             verdict = "" if each.is_met is None else ("  met" if each.is_met else "  MISSED")
             bar = "" if each.bar is None else f"  (bar {'>=' if each.more_is_better else '<='} {each.bar:g})"
-            print(f"  {each.metric:<46} {each.ours:10.3f} {each.unit}{bar}{verdict}", flush=True)
-            rows.append(_row(name, each))
-    if not arguments or arguments == list(CASES):
-        write_rows(rows, RESULTS / "swarm.json")
-        print(f"wrote {RESULTS / 'swarm.json'}")
+            row = _row(name, each)
+            beside = (
+                ""
+                if each.peer is None
+                else f"  {each.peer_name}: {each.peer:.3g}, {0 if row.ratio is None else row.ratio:.1f}x"
+            )
+            print(f"  {each.metric:<46} {each.ours:10.3f} {each.unit}{bar}{verdict}{beside}", flush=True)
+            rows.append(row)
+    path = RESULTS / "swarm.json"
+    measured = {row.case for row in rows}
+    kept = [row for row in read_rows(path) if row.case not in measured] if path.exists() else []
+    write_rows([*kept, *rows], path)
+    print(f"wrote {path}")
 
 
 def _row(case: str, each: Measured) -> Any:
