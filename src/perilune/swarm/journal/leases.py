@@ -15,14 +15,16 @@ import asyncpg
 from perilune.swarm.journal.event import JournalError
 from perilune.swarm.journal.postgres_reader import FAILURES, SCHEMA
 
+# Chosen first and once: inside a join the planner may choose again for every row, and so pass the limit.
 CLAIM = f"""
-UPDATE {SCHEMA}.leases AS mine
-SET worker = $2, token = mine.token + 1, expires = clock_timestamp() + make_interval(secs => $3)
-FROM (
+WITH free AS MATERIALIZED (
     SELECT agent FROM {SCHEMA}.leases
     WHERE run = $1 AND NOT finished AND expires <= clock_timestamp() AND ($5::text[] IS NULL OR agent = ANY($5))
     ORDER BY position LIMIT $4 FOR UPDATE SKIP LOCKED
-) AS free
+)
+UPDATE {SCHEMA}.leases AS mine
+SET worker = $2, token = mine.token + 1, expires = clock_timestamp() + make_interval(secs => $3)
+FROM free
 WHERE mine.run = $1 AND mine.agent = free.agent
 RETURNING mine.agent, mine.token, mine.position
 """
