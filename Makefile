@@ -50,7 +50,7 @@ test: environment ## lint, import layers, types and all short tests
 
 test-long: environment ## the long forms of the tests; writes benchmarks/results/test_long.json
 	@echo "== long tests"
-	@$(PYTEST) -m long --timeout 3600 --result-json benchmarks/results/test_long.json
+	@$(PYTEST) -m long --timeout 3600 --result-json=benchmarks/results/test_long.json
 
 lint: environment ## style and import layers
 	@$(LINT)

@@ -134,13 +134,13 @@ def test_the_head_follows_soon_when_a_journal_falls_silent(tmp_path, monkeypatch
 
 
 def test_a_head_file_is_replaced_as_a_whole_and_nonsense_in_it_is_an_error(tmp_path):
-    file = HeadFile(tmp_path / "heads", "name")
+    file = HeadFile(tmp_path / "heads", "a" * 32)
     assert file.read() is None and file.due() is None
     file.write()
     assert file.read() is None
     head = Head(events=3, seals=2, mac=b"m" * 32)
     file.update(head)
-    assert file.read() == head and os.listdir(tmp_path / "heads") == ["name.json"]
+    assert file.read() == head and os.listdir(tmp_path / "heads") == ["a" * 32 + ".json"]
     file.update(Head(events=4, seals=3, mac=b"n" * 32))
     assert file.read() == head and 0 < file.due() <= sealing.HEAD_SECONDS
     file._written = time.monotonic() - 10

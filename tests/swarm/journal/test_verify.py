@@ -353,3 +353,11 @@ def everything(folder: Path) -> list:
         assert all(hashlib.sha256(reader.get(sha256)).hexdigest() == sha256 for sha256 in artefacts)
         chains = [list(reader.events(chain)) for chain in reader.chains()]
         return [reader.identity, list(reader.events()), chains, artefacts]
+
+
+@pytest.mark.parametrize("name", ["\x00df33d0f841a10d3c014d0000e235f49", "../heads/df33d0f841a10d3c014d0000e2", "x"])
+def test_an_identity_that_names_another_file_is_found_and_not_followed(folder, name):
+    with sqlite3.connect(folder / "journal.db") as database:
+        database.execute("UPDATE identity SET name = ?", (name,))
+    report = check(folder)
+    assert not report.intact and any("identity" in str(problem) for problem in report.problems)

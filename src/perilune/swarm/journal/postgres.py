@@ -39,7 +39,7 @@ from perilune.swarm.journal.postgres_reader import (
     read_events,
     read_heads,
 )
-from perilune.swarm.journal.seal import Head, HeadFile, Seal
+from perilune.swarm.journal.seal import Head, HeadFile, Seal, read_head
 from perilune.swarm.journal.sqlite_reader import Identity
 from perilune.swarm.journal.verify import Check, Report
 
@@ -389,8 +389,10 @@ def verify_run(dsn: str, run: str, key: bytes | None, *, heads: Path | None = No
     """`verify` for a run in PostgreSQL."""
     begun = time.perf_counter()
     with PostgresReader(dsn, run) as reader:
-        head = HeadFile(heads, reader.identity.name).read() if heads is not None else None
+        head, unreadable = read_head(heads, reader.identity.name)
         check = Check(PostgresRows(reader), reader.identity, key, head=head, heads=heads is not None)
+        if unreadable is not None:
+            check.problem(unreadable)
         check.run()
     return check.report(run, time.perf_counter() - begun)
 

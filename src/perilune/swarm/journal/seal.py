@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import os
+import re
 import stat
 import struct
 import threading
@@ -140,10 +141,22 @@ class Head:
     mac: bytes
 
 
+def read_head(folder: Path | None, identity: str) -> tuple[Head | None, str | None]:
+    """The head outside of a journal, and why it cannot be read if it cannot."""
+    try:
+        return (None if folder is None else HeadFile(folder, identity).read()), None
+    except JournalError as error:
+        return None, str(error)
+
+
 class HeadFile:
     """One small file per journal, replaced as a whole."""
 
     def __init__(self, folder: Path, identity: str) -> None:
+        if not re.fullmatch(r"[0-9a-f]{32}", identity):  # it names a file: a changed one must name no other
+            raise JournalError(
+                f"the journal's identity is {identity!r}, expected 32 hexadecimal digits: it was changed"
+            )
         self.path = folder / f"{identity}.json"
         self._written = float("-inf")
         self._unwritten: Head | None = None

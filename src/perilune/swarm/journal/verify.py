@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 from perilune.swarm.journal.chunks import PART_BITS
 from perilune.swarm.journal.event import JournalError
-from perilune.swarm.journal.seal import Head, HeadFile, Seal
+from perilune.swarm.journal.seal import Head, Seal, read_head
 from perilune.swarm.journal.sqlite_reader import Identity, SQLiteReader, connect_to_read
 
 NAMED = 100
@@ -107,9 +107,11 @@ def verify(path: Path | str, key: bytes | None, *, heads: Path | None = None) ->
     with SQLiteReader(path) as reader:
         identity = reader.identity
     # Read before the rows: the writer may move it on meanwhile.
-    head = HeadFile(heads, identity.name).read() if heads is not None else None
+    head, unreadable = read_head(heads, identity.name)
     rows = SQLiteRows(path)
     check = Check(rows, identity, key, head=head, heads=heads is not None)
+    if unreadable is not None:
+        check.problem(unreadable)
     with ThreadPoolExecutor(max_workers=1) as second:
         structure = second.submit(_check_structure, path)
         try:
