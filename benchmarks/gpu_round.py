@@ -23,7 +23,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 SECONDS = {"muon": 50, "attention": 65, "decode": 60, "attnres": 65, "kda": 90, "train": 110}
-"""What an area takes on an H200, fla left out."""
+"""What an area is given on an H200, fla left out: what earlier rounds took, and some room."""
 SLOW = {"tests/kernels/test_attention.py": 170, "tests/kernels/test_kda_adapters.py": 240}
 """Files that compile or tune for long: begun first."""
 

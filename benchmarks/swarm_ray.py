@@ -120,7 +120,7 @@ async def _lose_one(lost: Lost, dsn: str, server: ServerProcess, folder: Path, *
         killing = asyncio.ensure_future(_kill(live, engines[0], server, after))
         result = await live.finish()
         killed_at, agents, in_flight = await killing
-        events = await live.journal.read()  # type: ignore[attr-defined]
+        events = await live.journal.read()
     lost.kills += 1
     lost.slowest_reclaim = max(lost.slowest_reclaim, _reclaimed(events, agents, killed_at))
     lost.tools_run_twice += sum(count - 1 for count in Counter(Path(trace).read_text().split()).values())
@@ -138,7 +138,7 @@ async def _kill(live: Live, engine: RayEngine, server: ServerProcess, after: flo
     pid, agents = max(engine.workers().items(), key=lambda each: len(each[1]))
     os.kill(pid, signal.SIGKILL)
     killed_at = time.time()
-    replies = Counter(agent_of(event.chain) for event in await live.journal.read() if event.kind == "reply")  # type: ignore[attr-defined]
+    replies = Counter(agent_of(event.chain) for event in await live.journal.read() if event.kind == "reply")
     asked = sum(server.counts()["conversations"].values())
     return killed_at, agents, min(len(agents), max(0, asked - sum(replies.values())))
 

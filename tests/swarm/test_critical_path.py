@@ -7,7 +7,6 @@ import pytest
 
 from perilune.swarm.critical_path import CriticalPath, Step, critical_path
 from perilune.swarm.serial_collapse import serial_collapses
-from perilune.swarm.width import Point, width_over_time
 from tests.swarm.random_runs import Log, Node, Run
 
 
@@ -157,28 +156,6 @@ def test_events_out_of_order_are_refused_by_name() -> None:
     log.reply("main", 0)
     with pytest.raises(ValueError, match="agent 'main' has not started; add all events in the order"):
         critical_path(log.events[2:])
-
-
-# Width over time ------------------------------------------------------------------------------------------------------
-
-
-def test_width_over_time_counts_steps_under_way() -> None:
-    log = Log()
-    log.start("main")
-    log.reply("main", 0, time=10.0, seconds=2.0)
-    log.start("main/a-0.0", "main", "0.0")
-    log.start("main/b-0.1", "main", "0.1")
-    log.reply("main/a-0.0", 0, time=13.0, seconds=3.0)
-    log.reply("main/b-0.1", 0, time=14.0, seconds=3.0)
-    log.add("main/b-0.1", "compacted", {"step": 0, "how": "summary", "summary": ""}, time=17.0, seconds=2.0)
-    log.add("main/b-0.1", "compacted", {"step": 0, "how": "hidden", "positions": []}, time=18.0)
-    log.reply("main", 1, time=18.0, seconds=0.0)
-    width = width_over_time(log.events)
-    curve = [(8.0, 1), (11.0, 2), (13.0, 1), (14.0, 0), (15.0, 1), (17.0, 0)]
-    assert width.curve() == [Point(time, number) for time, number in curve]
-    assert width.plain() == {"busy": 10.0, "elapsed": 9.0, "mean_width": 10 / 9, "peak_width": 2}
-    nothing = width_over_time([])
-    assert (nothing.curve(), nothing.peak, nothing.mean, nothing.elapsed) == ([], 0, 0.0, 0.0)
 
 
 # Serial collapse ------------------------------------------------------------------------------------------------------

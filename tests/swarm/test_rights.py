@@ -10,7 +10,16 @@ from perilune.swarm.rights import Rights, RightsExceeded, RightsRequest
 
 TOOLS = ["shell", "read_file", "mcp.git.log", "mcp.git.*", "mcp.*", "mcp.gitlab.x", "*"]
 HOSTS = ["example.org", "a.example.org", "b.a.example.org", "*.example.org", "*.a.example.org", "notexample.org", "*"]
-PATHS = ["/", "/work", "/work/a", "/work/ab", "/work/a/b", "/work/./a", "/etc//passwd", "/work/a/"]
+PATHS = [
+    "/",
+    "/workspace",
+    "/workspace/a",
+    "/workspace/ab",
+    "/workspace/a/b",
+    "/workspace/./a",
+    "/etc//passwd",
+    "/workspace/a/",
+]
 
 
 def some(names: list[str]) -> st.SearchStrategy[frozenset[str]]:
@@ -30,7 +39,7 @@ rights = st.builds(
 PROBES = {
     "tools": [*(name.replace("*", "q") for name in TOOLS), "mcp.git", "mcp", "shell2"],
     "hosts": [*(host.replace("*", "q") for host in HOSTS), "org", "example.org.evil.net", "example.org."],
-    "paths": [*PATHS, "/work/a/b/c", "/workshop", "/etc", "/tmp/x"],
+    "paths": [*PATHS, "/workspace/a/b/c", "/workshop", "/etc", "/tmp/x"],
 }
 
 
@@ -88,9 +97,9 @@ def test_rights_survive_the_journal(some_rights: Rights) -> None:
 
 
 def test_a_child_inherits_everything_but_a_level_of_depth() -> None:
-    parent = Rights(tools=frozenset({"shell"}), write_paths=frozenset({"/work"}), depth=2)
+    parent = Rights(tools=frozenset({"shell"}), write_paths=frozenset({"/workspace"}), depth=2)
     child = parent.grant()
-    assert child == Rights(tools=frozenset({"shell"}), write_paths=frozenset({"/work"}), depth=1)
+    assert child == Rights(tools=frozenset({"shell"}), write_paths=frozenset({"/workspace"}), depth=1)
     assert child < parent
 
 
@@ -110,12 +119,23 @@ def test_a_refusal_lists_all_that_is_missing_and_what_there_is() -> None:
 
 @pytest.mark.parametrize(
     "path",
-    ["/workshop", "/work/../etc/passwd", "/work/..", "work/a", "", ".", "/work/a\0b/..", "../work", "//etc", "/WORK/a"],
+    [
+        "/workshop",
+        "/workspace/../etc/passwd",
+        "/workspace/..",
+        "work/a",
+        "",
+        ".",
+        "/workspace/a\0b/..",
+        "../workspace",
+        "//etc",
+        "/WORK/a",
+    ],
 )
 def test_paths_are_held_by_components_not_by_letters(path: str) -> None:
-    owner = Rights(read_paths=frozenset({"/work"}), write_paths=frozenset({"/work"}))
+    owner = Rights(read_paths=frozenset({"/workspace"}), write_paths=frozenset({"/workspace"}))
     assert not owner.may_read(path) and not owner.may_write(path)
-    assert owner.may_read("/work") and owner.may_read("/work//a/./b")
+    assert owner.may_read("/workspace") and owner.may_read("/workspace//a/./b")
 
 
 @given(st.lists(st.sampled_from(["a", "b", "ab"]), max_size=4), st.lists(st.sampled_from(["a", "b", "ab"]), max_size=4))

@@ -26,6 +26,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from perilune.ladder.design import Arm, Cell, Ladder, Rung
 from perilune.ladder.results import Result, read_results, write_json
@@ -293,7 +294,6 @@ def read_tuned(folder: Path) -> Tuned:
         raise RunError(f"{str(path)!r} does not hold what a sweep found ({error}): run the sweep again") from error
 
 
-def _best(values: Mapping[str, object]) -> Best:
-    tried = values["tried"]
-    assert isinstance(tried, list)
-    return Best(**{**values, "tried": tuple((lr, loss) for lr, loss in tried)})  # type: ignore[arg-type]
+def _best(values: Mapping[str, Any]) -> Best:
+    fields: dict[str, Any] = {**values, "tried": tuple((lr, loss) for lr, loss in values["tried"])}
+    return Best(**fields)

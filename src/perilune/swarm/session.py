@@ -86,7 +86,8 @@ class Settings:
     def swarm_config(self) -> SwarmConfig:
         values = dict(self.config)
         if self.limits:
-            values["limits"] = Limits(**{"steps": 10_000, "agents": 1000, **self.limits})  # type: ignore[arg-type]
+            limits: dict[str, Any] = {"steps": 10_000, "agents": 1000, **self.limits}
+            values["limits"] = Limits(**limits)
         return SwarmConfig(model=self.model, **values)
 
 

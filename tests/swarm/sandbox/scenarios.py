@@ -170,9 +170,9 @@ async def view_from_inside(folder: Path) -> dict:
     os.set_inheritable(leak, True)
     program = """
 import json, os, sys, tempfile
-open('/work/given.txt', 'a').write(' and changed')
-os.mkdir('/work/made')
-open('/work/made/new.txt', 'w').write('new')
+open('/workspace/given.txt', 'a').write(' and changed')
+os.mkdir('/workspace/made')
+open('/workspace/made/new.txt', 'w').write('new')
 with tempfile.NamedTemporaryFile() as scratch: scratch.write(b'x')
 try: open('/proc/self/comm', 'w').close(); writes = True
 except OSError: writes = False
@@ -217,7 +217,7 @@ ABUSES = {
                  "  except OSError: time.sleep(0.1)\"",
     "memory": "python -c \"\nimport time\nkept = []\nwhile True:\n"
               "  kept.append(bytearray(8 << 20)); time.sleep(0.01)\"",
-    "disk": "i=0; while true; do head -c 4000000 /dev/zero > /work/f$i || true; i=$((i+1)); done",
+    "disk": "i=0; while true; do head -c 4000000 /dev/zero > /workspace/f$i || true; i=$((i+1)); done",
     "output": "yes this never ends",
     "wall time": "sleep 1000 & sleep 1000",
     "cpu time": "while :; do :; done",
@@ -227,9 +227,9 @@ MORE_ABUSES = {
                                  "import time; time.sleep(60)\" & done; wait"),
     "memory in scratch files": ("memory", "head -c 100000000 /dev/zero > /tmp/a; "
                                 "head -c 100000000 /dev/zero > /dev/shm/a; sleep 60"),
-    "one large file": ("disk", "cat /dev/zero > /work/large; sleep 60"),
+    "one large file": ("disk", "cat /dev/zero > /workspace/large; sleep 60"),
     "a file without a name": ("disk", "python -c \"\nimport os, time\nfor i in range(20):\n"
-                              "  f = open('/work/gone', 'wb'); os.unlink('/work/gone')\n"
+                              "  f = open('/workspace/gone', 'wb'); os.unlink('/workspace/gone')\n"
                               "  f.write(bytes(4 << 20)); f.flush(); os.dup(f.fileno())\ntime.sleep(60)\""),
     "errors without end": ("output", "yes >&2"),
     "memory in page tables": ("memory", "python -c \"\nimport mmap, time\n"
@@ -318,7 +318,9 @@ async def cancel(folder: Path, width: int = 20) -> dict:
     """Cancel runs that have grandchildren in sessions of their own; count what is left at once and later."""
     adopt_orphans()
     sandboxes = [open_sandbox(fresh(folder, f"w{number}")) for number in range(width)]
-    tasks = [asyncio.create_task(box.run(["sh", "-c", f"{GRANDCHILD} > /work/log"], limits=ROOMY)) for box in sandboxes]
+    tasks = [
+        asyncio.create_task(box.run(["sh", "-c", f"{GRANDCHILD} > /workspace/log"], limits=ROOMY)) for box in sandboxes
+    ]
     until = time.monotonic() + 2 * PATIENCE
     while time.monotonic() < until:
         if all((folder / f"w{number}" / "log").exists() for number in range(width)):
@@ -373,7 +375,7 @@ async def close(folder: Path) -> dict:
 async def runtime(folder: Path) -> dict:
     """A runtime that is there to be killed."""
     sandboxes = [open_sandbox(fresh(folder, f"w{number}")) for number in range(4)]
-    await asyncio.gather(*(box.run(["sh", "-c", f"{GRANDCHILD} > /work/log"], limits=ROOMY) for box in sandboxes))
+    await asyncio.gather(*(box.run(["sh", "-c", f"{GRANDCHILD} > /workspace/log"], limits=ROOMY) for box in sandboxes))
     return {}
 
 

@@ -37,7 +37,7 @@ def command(workspace: Path, *mounts: Mount, network: bool = False, engine: str 
     places = find_places(workspace, mounts)
     argv = ["sh", "-c", "ls"]
     return container_argv(
-        engine, "image:1", "name", places, argv, cwd="/work", env={"A": "b"}, limits=LIMITS, network=network
+        engine, "image:1", "name", places, argv, cwd="/workspace", env={"A": "b"}, limits=LIMITS, network=network
     )
 
 
@@ -46,9 +46,9 @@ def test_a_container_is_confined_by_its_command_line(workspace: Path, tmp_path: 
     text = " ".join(words)
     for part in (
         "--rm", "--read-only", "--cap-drop ALL", "--security-opt no-new-privileges", "--network none", "--init",
-        "--pids-limit 11", "--memory 100", "--memory-swap 100", "--ulimit core=0", "--workdir /work", "--env A=b",
+        "--pids-limit 11", "--memory 100", "--memory-swap 100", "--ulimit core=0", "--workdir /workspace", "--env A=b",
         "--tmpfs /tmp:rw,nosuid,nodev,mode=1777,size=300", "--name name",
-        f"--mount type=bind,source={workspace},target=/work",
+        f"--mount type=bind,source={workspace},target=/workspace",
         f"--mount type=bind,source={tmp_path},target=/mnt/shown,readonly",
     ):  # fmt: skip
         assert part in text
@@ -200,7 +200,7 @@ def test_an_environment_moves_and_its_installation_stays(tmp_path: Path) -> None
 
 
 def test_an_installation_whose_place_is_taken_moves(tmp_path: Path) -> None:
-    for base in ("/work/python", "/tmp/python", "/"):
+    for base in ("/workspace/python", "/tmp/python", "/"):
         placed = place_interpreter(base=Path(base), prefix=Path(base), version="python3.11")
         assert placed.executable == "/opt/python/bin/python3.11"
 

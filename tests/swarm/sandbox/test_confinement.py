@@ -38,9 +38,9 @@ def test_a_program_sees_its_workspace_and_little_else(play: Play) -> None:
     assert [int(word, 16) for word in inside["capabilities"]] == [0, 0, 0]
     assert inside["no_new_privileges"]
     folders = {name for name in inside["writable_mounts"] if not name.startswith("/dev/") or name == "/dev/shm"}
-    assert folders == {"/work", "/tmp", "/dev/shm", "/proc"}
+    assert folders == {"/workspace", "/tmp", "/dev/shm", "/proc"}
     assert inside["writes_proc"] != found["landlock"]  # the mount allows it, Landlock alone does not
-    assert inside["cwd"] == "/work"
+    assert inside["cwd"] == "/workspace"
     assert inside["host_name"] == "sandbox"
     assert not {"home", "sys", "run", "boot", "mnt"} & set(inside["root"])
     assert not {"shadow", "hostname", "ssh", "machine-id"} & set(inside["etc"])

@@ -52,7 +52,7 @@ def test_a_missing_program_says_so(workspace: Path) -> None:
     done = run(workspace, "no-such-program", "--help")
     assert done.exit_code == 127 and b"'no-such-program': No such file" in done.stderr
     (workspace / "script").write_text("not a program")
-    assert run(workspace, "/work/script").exit_code == 126
+    assert run(workspace, "/workspace/script").exit_code == 126
     done = run(workspace, "true", cwd="/nowhere")
     assert done.exit_code == 126 and b"cwd '/nowhere'" in done.stderr
 
@@ -105,7 +105,8 @@ def test_mounts_are_read_only_unless_writable(workspace: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    "target", ["/usr/x", "relative", "/mnt/../etc", "/", "/work", "/work/x", "/proc", "/mnt/", "/opt/x", "/tmp/x"]
+    "target",
+    ["/usr/x", "relative", "/mnt/../etc", "/", "/workspace", "/workspace/x", "/proc", "/mnt/", "/opt/x", "/tmp/x"],
 )
 def test_a_mount_over_the_system_or_the_workspace_is_refused(workspace: Path, target: str) -> None:
     with pytest.raises(ValueError, match="a mount's target is"):
@@ -174,7 +175,7 @@ def test_a_workspace_swapped_for_another_is_refused(workspace: Path, tmp_path: P
     workspace.rename(tmp_path / "moved")
     (tmp_path / "other").mkdir()
     workspace.symlink_to(tmp_path / "other")
-    with pytest.raises(SandboxUnavailable, match="'/work' is not the file or folder"):
+    with pytest.raises(SandboxUnavailable, match="'/workspace' is not the file or folder"):
         asyncio.run(sandbox.run(["touch", "escaped"], limits=LIMITS))
     assert not list((tmp_path / "other").iterdir())
 
@@ -287,7 +288,7 @@ def test_a_layer_that_cannot_be_put_in_force_is_a_refusal(workspace: Path, monke
 def test_a_workspace_may_have_any_name(tmp_path: Path, name: str) -> None:
     workspace = tmp_path / name
     workspace.mkdir()
-    assert run(workspace, "sh", "-c", "pwd; echo new > a").stdout == b"/work\n"
+    assert run(workspace, "sh", "-c", "pwd; echo new > a").stdout == b"/workspace\n"
     assert (workspace / "a").read_text() == "new\n"
 
 

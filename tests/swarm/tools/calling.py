@@ -35,7 +35,7 @@ class FakeSandbox:
         argv: Sequence[str],
         *,
         stdin: bytes = b"",
-        cwd: str = "/work",
+        cwd: str = "/workspace",
         env: Mapping[str, str] = {},
         limits: Limits,
         network: bool = False,

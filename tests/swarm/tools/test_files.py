@@ -36,7 +36,7 @@ def run(place: ToolContext, tool, **arguments) -> str:
 def test_what_was_written_is_read_back(place: ToolContext) -> None:
     run(place, write_file, path="notes/a.md", content="one\ntwo\r\nthree")
     assert run(place, read_file, path="notes/a.md") == "one\ntwo\r\nthree"
-    assert run(place, read_file, path="/work/notes/a.md") == "one\ntwo\r\nthree"
+    assert run(place, read_file, path="/workspace/notes/a.md") == "one\ntwo\r\nthree"
     assert (place.workspace / "notes" / "a.md").read_bytes() == b"one\ntwo\r\nthree"
 
 
@@ -128,13 +128,13 @@ ESCAPES = [
     "notes/../../secret.txt",
     "./../secret.txt",
     "..",
-    "/work/../secret.txt",
+    "/workspace/../secret.txt",
     "/papers/../secret.txt",
     "/papers2/secret.txt",
     "/papers/../papers2/secret.txt",
     "/etc/passwd",
     "//etc/passwd",
-    "/work//../../etc/passwd",
+    "/workspace//../../etc/passwd",
     "/proc/self/root/etc/passwd",
     "/proc/self/environ",
     "link",
@@ -225,11 +225,11 @@ def test_a_regular_expression_runs_in_the_sandbox_or_not_at_all(place: ToolConte
     with pytest.raises(ToolError, match="regex needs the sandbox"):
         run(place, search_files, text="a+", regex=True)
     place.sandbox = FakeSandbox(
-        answer=Completed(exit_code=0, stdout=b"/work/a.py:3:x\n", stderr=b"", truncated=False, stopped=None)
+        answer=Completed(exit_code=0, stdout=b"/workspace/a.py:3:x\n", stderr=b"", truncated=False, stopped=None)
     )
     assert run(place, search_files, text="-x+", regex=True, names="*.py") == "a.py:3:x"
     asked = place.sandbox.asked[0]
-    assert asked["argv"][-5:] == ["--include=*.py", "-e", "-x+", "--", "/work"] and not asked["network"]
+    assert asked["argv"][-5:] == ["--include=*.py", "-e", "-x+", "--", "/workspace"] and not asked["network"]
 
 
 @pytest.mark.needs_tool("bwrap", "grep")

@@ -49,7 +49,7 @@ def open_sandbox(
     mounts: Sequence[Mount] = (),
     backend: Literal["bubblewrap", "container"] = "bubblewrap",
 ) -> Sandbox:
-    """A sandbox over a folder, which its programs see as /work; SandboxUnavailable when the backend is missing."""
+    """A sandbox over a folder, which its programs see as /workspace; SandboxUnavailable when the backend is missing."""
     if backend == "bubblewrap":
         return Bubblewrap(workspace, mounts)
     if backend == "container":

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-WORKSPACE = "/work"
+WORKSPACE = "/workspace"
 INSIDE_UID = 65534  # "nobody" on every distribution
 SEARCH_PATH = "/usr/local/bin:/usr/bin:/bin"
 
@@ -100,7 +100,7 @@ def check_command(argv: Sequence[str], cwd: str, env: Mapping[str, str]) -> None
         if "\0" in word:
             raise ValueError(f"argv holds {word!r}; a word of a command cannot contain a NUL character")
     if not cwd.startswith("/") or "\0" in cwd:
-        raise ValueError(f"cwd is {cwd!r}; expected an absolute path inside the sandbox, such as '/work'")
+        raise ValueError(f"cwd is {cwd!r}; expected an absolute path inside the sandbox, such as '/workspace'")
     for field, words in (("argv", argv), ("cwd", [cwd]), ("env", [*env, *env.values()])):
         for word in filter(_HALF_CHARACTER.search, words):
             raise ValueError(f"{field} holds {word[:200]!r}, with half a character in it; expected whole ones")

@@ -2,7 +2,7 @@
 
 The installation (`sys.base_prefix`) appears at its own path, where its shared libraries expect it; an environment
 appears at /opt/environment with a pyvenv.cfg of its own, because its host path may lie where the sandbox has something
-else (a workspace at /work). Only `bin`, `lib` and `lib64` are shown: a prefix may be somebody's home.
+else (a workspace at /workspace). Only `bin`, `lib` and `lib64` are shown: a prefix may be somebody's home.
 """
 
 import sys
@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 
 ENVIRONMENT = "/opt/environment"
 MOVED = "/opt/python"  # for an installation whose own path is taken inside
-TAKEN = ("/work", "/tmp", "/proc", "/dev", "/etc", "/opt/environment", "/opt/launch")
+TAKEN = ("/workspace", "/tmp", "/proc", "/dev", "/etc", "/opt/environment", "/opt/launch")
 FOLDERS = ("bin", "lib", "lib64")
 
 

@@ -1,7 +1,7 @@
 """What a sandbox sees of the file system, written as arguments of bubblewrap.
 
     /usr /bin /lib* /etc (a few files)   the system, read-only
-    /work                                the workspace, writable
+    /workspace                                the workspace, writable
     /tmp /dev/shm                        memory, limited in size, gone afterwards
     /proc /dev                           of the sandbox alone
 and the mounts that were asked for. Nothing else exists, and the root itself is read-only.
@@ -81,7 +81,7 @@ def _check_target(target: str, others: Iterable[str]) -> None:
     if not path.is_absolute() or str(path) != target or ".." in path.parts or "\0" in target:
         raise ValueError(f"a mount's target is {target!r}; expected a plain absolute path, such as '/mnt/documents'")
     for taken in (*RESERVED[1:], "/opt", *others):
-        # Beneath /work too: the mount point would have to be made in the workspace, which the program can rearrange.
+        # Beneath /workspace too: the mount point would have to be made there, and the program can rearrange it.
         if path.is_relative_to(taken) or PurePosixPath(taken).is_relative_to(path):
             raise ValueError(f"a mount's target is {target!r}, which overlaps {taken!r}; use one like '/mnt/notes'")
 

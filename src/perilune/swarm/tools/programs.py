@@ -1,7 +1,7 @@
 """Programs that an agent runs: `shell` and `python`, in the sandbox and nowhere else.
 
 Without a sandbox a call is refused with the reason; there is no other path to the machine. Inside there is no network,
-no environment but the one given here, and nothing of the machine but its programs and the agent's workspace at /work.
+no environment but the one given here, and nothing of the machine but its programs and the agent's own /workspace.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ async def shell(
     command: Annotated[str, Field(min_length=1, max_length=100_000, description="For bash; pipes and && are fine.")],
     seconds: Seconds = 60,
 ) -> ToolResult:
-    """Run a shell command in your workspace (/work), in a sandbox without network. Only files in /work stay."""
+    """Run a shell command in /workspace, your own folder, in a sandbox without network. Only files there stay."""
     if "\0" in command:
         raise ToolError("command holds a NUL character; no shell can run it")
     program = "bash" if Path("/bin/bash").exists() else "sh"
@@ -47,7 +47,7 @@ async def python(
     ],
     seconds: Seconds = 60,
 ) -> ToolResult:
-    """Run a Python program in your workspace (/work), in a sandbox without network. Only files in /work stay."""
+    """Run a Python program in /workspace, your own folder, in a sandbox without network. Only files there stay."""
     # The program comes through stdin: an argument could not hold a long one.
     source = code.encode("utf-8", "replace")
     return await run_program(context, [*python_argv(), "-"], seconds=seconds, stdin=source)
