@@ -2,7 +2,8 @@
 
 Names are those of the sandbox, so that `shell` and these tools speak of the same file: `notes.md` and
 `/workspace/notes.md` lie in the workspace; `/papers/a.txt` lies in the folder granted as `/papers`. Granted folders
-are in `context.extras["folders"]`, a mapping from such a name to the folder's path on the machine, and cannot be written.
+are in `context.extras["folders"]`, a mapping from such a name to the folder's path on the machine, and cannot be
+written.
 
 Every name is opened beneath its folder by `sandbox.files`, which no link, `..` or race leads out of. A search for text
 runs here; one for a regular expression runs in the sandbox, because a pattern can be made to never end.
