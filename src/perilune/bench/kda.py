@@ -3,7 +3,8 @@
 Gates: "strong" is -5 sigmoid(N(0, 1)), "weak" about -0.003 (both of the bounded family), "softplus" as Kimi-Linear
 initialises it: -0.2 on average, unbounded. All take raw gate inputs, beta before its sigmoid, q and k before their
 norm, and return the gradients of these. cuDNN is timed as the bare operator on prepared inputs too ("cudnn"); "cudnn +
-prepare" is backend="cudnn". "own kernel" is backend="triton", "chosen" is what `kda` picks by itself.
+prepare" is backend="cudnn". "own kernel" is backend="triton", "chosen" is what `kda` picks by itself. Every time is
+taken of single calls, where short ones wait for the host, and in a CUDA graph, where they do not.
 
 Floors are bytes over measured copy bandwidth: q, k, v, g, beta and o once forward (1,282 bytes a token and head at
 128 wide, bfloat16), those and five gradients backward.
@@ -32,6 +33,7 @@ DOCUMENTS = (1300, 547, 2048, 963, 271, 3063)
 # 0.2% to 0.4%, sums of products of rounded factors twice that. Gradients pass through about two such products more.
 LIMITS = {"o": 1e-2, "dq": 2e-2, "dk": 2e-2, "dv": 2e-2, "dg": 3e-2, "dbeta": 3e-2}
 FLOAT32_LIMIT = 1e-4
+IN_A_GRAPH = ", in a CUDA graph"
 HAS_OWN_KERNEL = importlib.util.find_spec("perilune.kernels.kda.triton") is not None
 
 
@@ -187,47 +189,48 @@ def _time(
     size = inputs.q.element_size()
     forward_bytes = rows * (5 * case.head_dim * size + size)
     backward_bytes = rows * (9 * case.head_dim * size + 2 * size)
+    floors = {
+        "forward": forward_bytes / bench.copy_bandwidth * 1e3,
+        "forward + backward": (forward_bytes + backward_bytes) / bench.copy_bandwidth * 1e3,
+    }
     measured = {}
     for peer, (function, data) in theirs.items():
         with peers.parallel_tuning():
             warm = peers.attempt(bench, f"{peer}, {case.name}", lambda f=function, d=data: _both(f, d))
         if warm is not None:
-            measured[peer] = _measure(bench, function, data)
+            measured[peer] = _measure(bench, f"{case.name}, {peer}", function, data)
         del warm
     times = {}
     for label, function in ours.items():
-        forward, both, memory = _measure(bench, function, inputs)
         name = f"{case.name}, {label}"
-        bandwidth = bench.copy_bandwidth / 1e3  # bytes a millisecond
-        bench.add(
-            name, "forward", "ms", forward, {peer: x[0] for peer, x in measured.items()}, forward_bytes / bandwidth
-        )
-        bench.add(
-            name, "forward + backward", "ms", both, {peer: x[1] for peer, x in measured.items()},
-            (forward_bytes + backward_bytes) / bandwidth,
-        )  # fmt: skip
-        per_row = 1 / (1024 * rows)
-        bench.add(
-            name,
-            "extra memory",
-            "KB/token/head",
-            memory * per_row,
-            {peer: x[2] * per_row for peer, x in measured.items()},
-        )
-        times.setdefault(case.name, both)
+        for metric, value in _measure(bench, name, function, inputs).items():
+            unit, scale = ("KB/token/head", 1 / (1024 * rows)) if metric == "extra memory" else ("ms", 1.0)
+            others = {peer: found[metric] * scale for peer, found in measured.items() if metric in found}
+            bench.add(name, metric, unit, value * scale, others, floors.get(metric.removesuffix(IN_A_GRAPH)))
+            if metric == "forward + backward":
+                times.setdefault(case.name, value)
     return times
 
 
-def _measure(bench: Bench, function: Callable[..., Tensor], data: Any) -> tuple[float, float, int]:
+def _measure(bench: Bench, name: str, function: Callable[..., Tensor], data: Any) -> dict[str, float]:
+    """As single calls, where the host may be the slower side; in a CUDA graph, where only the GPU takes time."""
+
     def forward() -> None:
         with torch.no_grad():
             function(data)
 
-    return (
-        bench.time(forward),
-        bench.time(lambda: _both(function, data)),
-        bench.peak_memory(lambda: _both(function, data)),
-    )
+    def both() -> None:
+        _both(function, data)
+
+    found = {"forward": bench.time(forward), "forward + backward": bench.time(both)}
+    memory = bench.peak_memory(both)
+    if bench.is_gpu:
+        try:
+            for metric, timed in zip(list(found), (forward, both)):
+                found[metric + IN_A_GRAPH] = bench.time_graph(timed)
+        except RuntimeError as error:
+            bench.note(f"{name}: not captured in a CUDA graph ({str(error).partition(chr(10))[0]})")
+    return found | {"extra memory": memory}
 
 
 def _both(function: Callable[..., Tensor], data: Any) -> tuple[Tensor, ...]:
