@@ -78,10 +78,11 @@ def best(rung: str, arm: str, lr: float, recipe_lr: float) -> sweep.Best:
 
 def test_arms_take_learning_rates_by_the_rule():
     ladder = together()
-    lr = {rung.name: rung.config.optimizer.lr for rung in ladder.rungs}
+    lr = {rung.name: sweep.recipe_lr(rung, ladder.arm("muon")) for rung in ladder.rungs}
+    adamw = {rung.name: sweep.recipe_lr(rung, ladder.arm("none")) for rung in ladder.rungs}
     tuned = sweep.Tuned(
-        best=tuple(best(rung, "none", 2 * lr[rung], lr[rung]) for rung in ("w128", "w192"))
-        + (best("w256", "none", 4 * lr["w256"], lr["w256"]),)
+        best=tuple(best(rung, "none", 2 * adamw[rung], adamw[rung]) for rung in ("w128", "w192"))
+        + (best("w256", "none", 4 * adamw["w256"], adamw["w256"]),)
         + tuple(best(rung, "muon", 3 * lr[rung], lr[rung]) for rung in ("w128", "w192", "w256"))
     )
     found = sweep.with_tuned(ladder, tuned)
@@ -90,9 +91,9 @@ def test_arms_take_learning_rates_by_the_rule():
         for held_out in (False, True)
         for cell in found.cells(held_out=held_out)
     }
-    assert used["w256", "none"] == 4 * lr["w256"]
-    assert used["w320", "none"] == pytest.approx(2.0 ** (4 / 3) * lr["w320"], rel=1e-3)
-    assert used["w192", "linear"] == used["w192", "attnres"] == 2 * lr["w192"]  # AdamW as the baseline
+    assert used["w256", "none"] == 4 * adamw["w256"]
+    assert used["w320", "none"] == pytest.approx(2.0 ** (4 / 3) * adamw["w320"], rel=1e-3)
+    assert used["w192", "linear"] == used["w192", "attnres"] == 2 * adamw["w192"]  # AdamW as the baseline
     assert used["w192", "muon"] == used["w192", "all"] == 3 * lr["w192"]
     source = {arm.name: sweep.taken(ladder, tuned, ladder.rungs[0], arm).source for arm in ladder.arms}
     assert source == {

@@ -12,9 +12,9 @@ width, without the embedding:
     batch          327,680 (N / 108M)^(2/3) tokens, in multiples of 8 rows
                                                    OLMo ladder, arXiv 2412.04403 (2048 x 160 tokens at 108M)
     lr             0.00235 (N / 108M)^(-1/3)       the same source's 0.0047, halved as OLMo-core does: where the sweep
-                                                   starts, which has the last word. Muon's updates have AdamW's RMS,
-                                                   so it starts there too (Moonlight, arXiv 2502.16982), and so does
-                                                   what AdamW trains beside it: one learning rate for a run
+                                                   starts, which has the last word. Muon's updates have AdamW's RMS
+                                                   (Moonlight, arXiv 2502.16982): one learning rate for a run. AdamW
+                                                   alone wants less at these sizes (recipes/ladders.py)
     betas          0.9, 0.99                       OLMo-core below 524,288 tokens a batch
     weight decay   0.1                             Moonlight and Kimi K2
     horizon        20 N tokens, and 10 N           Chinchilla, arXiv 2203.15556; a second, shorter one from the same run
@@ -22,7 +22,7 @@ width, without the embedding:
     decay          the last fifth of a horizon     between OLMo's tenth and MiniCPM's (arXiv 2404.06395) tenth to fifth
     validation     1024 rows, a million tokens     the same for all arms and seeds
 
-Measured so far: nothing of this at these sizes; sweeps (`perilune ladder sweep`) measure the learning rate.
+Measured so far: MuonClip's best learning rate at d = 256 is the dial's (benchmarks/results/ladder/muon/sweep).
 """
 
 from __future__ import annotations

@@ -32,14 +32,14 @@ class Measured(NamedTuple):
 # By compute capability; of an H200, from benchmarks/results/bench_kda.json.
 TABLE: dict[tuple[int, int], tuple[Measured, ...]] = {
     (9, 0): (
-        Measured(8192, 32, False, own=(0.47, 0.41), cudnn=(0.83, 1.76)),
-        Measured(32768, 8, False, own=(0.62, 0.62), cudnn=(0.51, 6.49)),
-        Measured(32768, 32, False, own=(1.53, 1.53), cudnn=(1.30, 7.00)),
-        Measured(131072, 32, False, own=(6.27, 6.26), cudnn=(5.42, 28.3)),
-        Measured(8192, 32, True, own=(1.90, 1.75), cudnn=(3.85, 3.26)),
-        Measured(32768, 8, True, own=(2.20, 2.20), cudnn=(3.08, 8.13)),
-        Measured(32768, 32, True, own=(6.58, 6.62), cudnn=(6.98, 12.7)),
-        Measured(131072, 32, True, own=(26.2, 27.6), cudnn=(27.9, 50.8)),
+        Measured(8192, 32, False, own=(0.49, 0.43), cudnn=(0.80, 1.76)),
+        Measured(32768, 8, False, own=(0.62, 0.61), cudnn=(0.92, 6.48)),
+        Measured(32768, 32, False, own=(1.55, 1.54), cudnn=(1.30, 6.99)),
+        Measured(131072, 32, False, own=(6.26, 6.22), cudnn=(5.41, 28.3)),
+        Measured(8192, 32, True, own=(1.99, 2.06), cudnn=(3.36, 3.26)),
+        Measured(32768, 8, True, own=(2.20, 2.43), cudnn=(3.74, 8.10)),
+        Measured(32768, 32, True, own=(6.50, 6.74), cudnn=(6.98, 12.7)),
+        Measured(131072, 32, True, own=(26.1, 27.7), cudnn=(27.8, 50.7)),
     )
 }
 
