@@ -10,6 +10,7 @@ import torch
 
 from perilune.cli import main
 from perilune.train import load_run
+from tests.peers import torchvision_stub
 
 TINY = [
     "--trainer.steps", "3", "--trainer.global-batch-rows", "2", "--trainer.micro-batch-rows", "2",
@@ -97,6 +98,7 @@ def test_doctor_names_versions_and_checks_operators(capsys: pytest.CaptureFixtur
 def test_export_of_a_plain_residual_run_is_what_transformers_loads(
     inside: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    torchvision_stub.declare_operators()
     transformers = pytest.importorskip("transformers")
     main(["train", "micro", "--name", "plain", "--model.residual", "plain", "--quiet", *TINY])
     main(["export", "plain", "exported", "--json"])
@@ -212,6 +214,7 @@ def test_help_of_every_verb_has_an_example(capsys: pytest.CaptureFixture[str]) -
     for arguments in (
         ["train", "nano"],
         ["generate", "x"],
+        ["view", "x"],
         ["data", "nano"],
         ["report", "x"],
         ["export", "x", "y"],

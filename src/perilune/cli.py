@@ -29,6 +29,8 @@ usage: perilune <verb> [arguments]
   train RECIPE       pre-train a model              perilune train nano --optimizer.lr 3e-3
   train extend       go on with longer rows         perilune train extend --from nano --length 1024
   generate RUN       continue a prompt              perilune generate nano --prompt "import os"
+                     or look at a picture           perilune generate nano --image a.png --to svg
+  view RUN           a page of samples              perilune view nano --out samples.html
   data RECIPE        look at tokens and packing     perilune data nano
   data collect OUT   build a corpus                 perilune data collect c.jsonl.zst --packages site-packages
   eval RUN           what a run can do              perilune eval nano
@@ -101,6 +103,7 @@ def _nearest(name: str, known: Any) -> str:
 
 MODULE_EXTRAS = {
     "torch": "train", "safetensors": "train", "tokenizers": "train", "zstandard": "train", "tensorboard": "train",
+    "PIL": "train", "resvg_py": "train", "defusedxml": "train",
     "pyarrow": "parquet", "aiohttp": "swarm", "orjson": "swarm", "pydantic": "swarm", "starlette": "swarm",
     "uvicorn": "swarm", "mcp": "swarm", "jsonschema": "swarm", "pypdf": "swarm", "playwright": "swarm-browser",
 }  # fmt: skip
@@ -151,8 +154,13 @@ def train_verb(arguments: list[str]) -> None:
         _with_set(default, early.set),
         rest,
     )
+
     summary = train(
-        config, runs_folder=runs, resume=flags.resume, overwrite=flags.overwrite, quiet=flags.quiet or flags.json
+        config,
+        runs_folder=runs,
+        resume=flags.resume,
+        overwrite=flags.overwrite,
+        quiet=flags.quiet or flags.json,
     )
     if flags.json:
         _print_json(summary)
@@ -179,78 +187,18 @@ def _summary_line(summary: dict[str, Any]) -> str:
     def shown(name: str, form: str) -> str:
         return "-" if summary.get(name) is None else format(summary[name], form)
 
+    pictures = summary.get("pictures")
+    seen = ""
+    if pictures:
+        seen = (
+            f"{pictures['count']} held-out pictures: {pictures['parses']:.0%} of the answers parse, score "
+            f"{pictures['reward']:.3f} ({pictures['shuffled_reward']:.3f} against other pictures)\n"
+        )
     return (
-        f"{summary.get('steps', 0)} steps, {summary.get('tokens', 0):,} tokens: validation "
+        f"{seen}{summary.get('steps', 0)} steps, {summary.get('tokens', 0):,} tokens: validation "
         f"{shown('valid_bits_per_byte', '.3f')} bits per byte (loss {shown('valid_loss', '.3f')}), "
         f"{shown('tokens_per_s', ',.0f')} tokens/s; report: {summary.get('report')}"
     )
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# generate
-
-
-@dataclass(kw_only=True)
-class GenerateFlags:
-    prompt: str = ""
-    """Text to continue; "-" reads standard input."""
-    max_new_tokens: int = 200
-    temperature: float = 0.8
-    """0 is greedy."""
-    top_p: float = 0.95
-    top_k: int = 0
-    seed: int = 0
-    device: str = "auto"
-    """"auto" takes the first of cuda, cpu that is there."""
-    runs: str = "runs"
-    """Folder that holds runs."""
-    json: bool = False
-    """Print prompt, text, tokens and speed as JSON at the end instead of streaming."""
-
-
-def generate_verb(arguments: list[str]) -> None:
-    """Continue a prompt with a trained run, streaming."""
-    name, rest = _positional(arguments, "RUN", "a run's name or folder", 'perilune generate nano --prompt "import os"')
-    flags = _parse(
-        f"perilune generate {name}",
-        f'Continue a prompt with a trained run, streaming.\n\nexample: perilune generate {name} --prompt "import os"',
-        GenerateFlags,
-        rest,
-    )
-    import time
-
-    from perilune.data import StreamDecoder
-    from perilune.model import SamplingConfig, generate
-    from perilune.train.evaluate import forbidden_tokens
-    from perilune.train.run_folder import load_run
-    from perilune.train.trainer import pick_device
-
-    model, tokenizer, _ = load_run(_run_folder(name, flags.runs), device=pick_device(flags.device, "--device"))
-    prompt = sys.stdin.read() if flags.prompt == "-" else flags.prompt
-    sampling = SamplingConfig(
-        max_new_tokens=flags.max_new_tokens, temperature=flags.temperature, top_p=flags.top_p, top_k=flags.top_k,
-        seed=flags.seed,
-    )  # fmt: skip
-    ids = [tokenizer.bos_id, *tokenizer.encode(prompt)]
-    stream = StreamDecoder(tokenizer)
-    began, tokens, text = time.perf_counter(), [], ""
-    if not flags.json:
-        print(prompt, end="", flush=True)
-    for token in generate(
-        model, ids, sampling, stop=frozenset({tokenizer.eos_id}), forbidden=forbidden_tokens(model, tokenizer)
-    ):
-        tokens.append(token)
-        piece = stream.push(token)
-        text += piece
-        if not flags.json:
-            print(piece, end="", flush=True)
-    text += (tail := stream.finish())
-    seconds = time.perf_counter() - began
-    if flags.json:
-        speed = round(len(tokens) / seconds, 1) if seconds else None
-        _print_json({"prompt": prompt, "text": text, "tokens": tokens, "tokens_per_s": speed})
-    else:
-        print(tail)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -288,7 +236,8 @@ def data_verb(arguments: list[str]) -> None:
         default,
         rest,
     )
-    from perilune.data import Corpus, inspect, tokenize_corpus, train_tokenizer
+    from perilune.data import Corpus, inspect, tokenize_corpus
+    from perilune.train.batches import open_tokenizer
     from perilune.train.progress import DataProgress
 
     if flags.rows < 0:
@@ -297,7 +246,7 @@ def data_verb(arguments: list[str]) -> None:
         raise UserError(f"{name!r} trains on rows that the probe {config.data.probe.task!r} makes: it has no corpus")
     with DataProgress(quiet=flags.json) as progress:
         corpus = Corpus(config.data.corpus, progress=progress)
-        tokenizer = train_tokenizer(corpus, config.data.vocab_size, cache_dir=config.data.cache_dir, progress=progress)
+        tokenizer = open_tokenizer(config.data, corpus, progress=progress)
         stores = tokenize_corpus(corpus, tokenizer, cache_dir=config.data.cache_dir, progress=progress)
     found = inspect(corpus, tokenizer, stores, seq_len=config.data.seq_len, seed=config.seed, num_rows=flags.rows)
     if flags.json:
@@ -363,8 +312,14 @@ def export_verb(arguments: list[str]) -> None:
     from perilune.train.run_folder import load_run
 
     model, tokenizer, _ = load_run(_run_folder(name, flags.runs))
+    begin, pad, end = (tokenizer.special_ids[f"<|media_{part}|>"] for part in ("begin", "pad", "end"))
     hub.save_pretrained(
-        model, folder, bos_token_id=tokenizer.bos_id, eos_token_id=tokenizer.eos_id, pad_token_id=tokenizer.pad_id
+        model,
+        folder,
+        bos_token_id=tokenizer.bos_id,
+        eos_token_id=tokenizer.eos_id,
+        pad_token_id=tokenizer.pad_id,
+        media_token_ids=(begin, pad, end) if model.config.vision is not None else None,
     )
     tokenizer.save(Path(folder) / "tokenizer.json")
     names = {
@@ -488,7 +443,8 @@ def doctor_verb(arguments: list[str]) -> None:
 
 VERBS: dict[str, Callable[[list[str]], None]] = {
     "train": train_verb,
-    "generate": generate_verb,
+    "generate": _verb_of("generate"),
+    "view": _verb_of("view"),
     "data": data_verb,
     "eval": _verb_of("eval"),
     "report": report_verb,

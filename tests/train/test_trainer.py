@@ -46,8 +46,8 @@ def started(config, folder):
 def gradients_of(config, folder):
     with started(config, folder) as run:
         batches = trainer.load_batches(run)
-        targets, _ = trainer.totals(batches, run.device)
-        loss = trainer.forward_backward(run.model, batches, targets)
+        targets = trainer.totals(batches, run.device).targets
+        loss = trainer.forward_backward(run.model, batches, targets).sum()
     return len(batches), float(loss) / targets, {name: p.grad for name, p in run.model.named_parameters()}
 
 
@@ -77,7 +77,8 @@ def test_one_micro_batch_of_8_rows_equals_four_of_2(cache, tmp_path):
 def test_the_loss_is_per_valid_target(cache, tmp_path):
     with started(tiny_run(cache, trainer={"global_batch_rows": 8}), tmp_path) as run:
         batches = trainer.load_batches(run)
-        targets, text_bytes = trainer.totals(batches, run.device)
+        count = trainer.totals(batches, run.device)
+    targets = count.targets
     assert targets == sum(int((batch.targets_BT != -100).sum()) for batch in batches) < 8 * 32
     with torch.no_grad():
         nats = [
@@ -87,8 +88,8 @@ def test_the_loss_is_per_valid_target(cache, tmp_path):
             for batch in batches
         ]
     total = trainer.forward_backward(run.model, batches, targets)
-    assert float(total) == pytest.approx(float(sum(nats)), rel=1e-5)
-    assert text_bytes > 0
+    assert total.tolist() == pytest.approx([float(sum(nats)), 0.0], rel=1e-5)
+    assert count.text_bytes > 0 == count.vision_targets
 
 
 def test_router_bias_moves_once_per_step_and_not_in_validation(cache, tmp_path):
@@ -131,8 +132,8 @@ def break_steps(monkeypatch, broken, how):
     """Make the loss or a gradient non-finite in the given steps (counted from 0 over the whole process)."""
     real, counter = trainer.forward_backward, iter(range(10**6))
 
-    def sometimes_broken(model, batches, num_targets):
-        loss = real(model, batches, num_targets)
+    def sometimes_broken(model, batches, num_targets, **how_to_step):
+        loss = real(model, batches, num_targets, **how_to_step)
         if next(counter) not in broken:
             return loss
         if how == "loss":

@@ -58,6 +58,8 @@ class PackedBatch:
     tokens: int64 [count * T]. targets: int64 [count * T], IGNORED where the next token is another document's.
     cu_seqlens: int32 [N + 1], the borders of the N runs of one document; every row begins a run.
     num_targets, num_bytes: how many targets count, and the bytes of text they stand for (special tokens: none).
+    Rows with pictures (vision_rows.py) also have pixels: uint8 [P, 3, 14, 14], the patches of all pictures in order;
+    grids: (t, h, w) of each; media_positions: int64, where in `tokens` every <|media_pad|> is, in order.
     """
 
     tokens: np.ndarray
@@ -65,6 +67,9 @@ class PackedBatch:
     cu_seqlens: np.ndarray
     num_targets: int
     num_bytes: int
+    pixels: np.ndarray | None = None
+    grids: tuple[tuple[int, int, int], ...] = ()
+    media_positions: np.ndarray | None = None
 
 
 def permutation(count: int, *, seed: int, epoch: int) -> np.ndarray:

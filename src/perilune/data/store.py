@@ -21,7 +21,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,22 +117,27 @@ def train_tokenizer(
     cache_dir: str | Path,
     max_bytes: int = 200_000_000,
     progress: Progress | None = None,
+    more_texts: Callable[[], Iterable[str]] | None = None,
+    more_fingerprint: str = "",
 ) -> Tokenizer:
-    """The tokenizer of a corpus' training documents (of their first `max_bytes`), from the cache when it is there."""
+    """The tokenizer of a corpus' training documents (of their first `max_bytes`), from the cache when it is there.
+
+    `more_texts` are learned from as well; `more_fingerprint` is what they are a function of.
+    """
 
     def texts() -> Iterator[str]:
         size, total = 0, min(max_bytes, corpus.summary.num_bytes["train"])
         for document in corpus.documents("train"):
             size += len(document.text.encode())
             if size > max_bytes:
-                return
+                break
             if progress is not None:
                 progress("training the tokenizer", size, total)
             yield document.text
+        yield from () if more_texts is None else more_texts()
 
-    return Tokenizer.cached(
-        texts(), vocab_size, corpus_fingerprint=f"{corpus.fingerprint} {max_bytes}", cache_dir=cache_dir
-    )
+    learned_from = f"{corpus.fingerprint} {max_bytes}" + (f" {more_fingerprint}" if more_fingerprint else "")
+    return Tokenizer.cached(texts(), vocab_size, corpus_fingerprint=learned_from, cache_dir=cache_dir)
 
 
 def tokenize_corpus(

@@ -1,6 +1,6 @@
 """Models to and from folders that transformers, vLLM and SGLang read and write: config.json and safetensors.
 
-model = from_pretrained(folder)            kimi_linear, deepseek_v3 (kimi_k2), or our own superset of kimi_linear
+model = from_pretrained(folder)            kimi_linear, deepseek_v3 (kimi_k2), kimi_k25, or our own superset of them
 save_pretrained(model, folder)             the public type where the model fits one, else model_type "perilune"
 """
 
@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from perilune.hub import deepseek_v3, kimi_linear
+from perilune.hub import deepseek_v3, kimi_k25, kimi_linear
 from perilune.hub.entries import FormatError
 from perilune.model import Decoder, ModelConfig
 
@@ -44,7 +44,9 @@ def from_pretrained(folder: str | os.PathLike[str], *, device: str | torch.devic
 def load_weights(model: Decoder, tensors: dict[str, Tensor], fmt: ModuleType | None = None) -> None:
     """Fill a model from public tensors; every tensor must be used and every weight found, with the right shape."""
     own = dict(model.state_dict())
-    entries = (fmt or _format_for(model.config)).entries(model.config)
+    fmt = fmt or _format_for(model.config)
+    inside = fmt is kimi_k25 and kimi_k25.are_module_names(tensors)
+    entries = kimi_k25.module_entries(model.config) if inside else fmt.entries(model.config)
     unknown = set(tensors) - {name for entry in entries for name in entry.names()}
     unknown = {name for name in unknown if not name.endswith("rotary_emb.inv_freq")}
     if unknown:
@@ -76,13 +78,23 @@ def save_pretrained(
     bos_token_id: int | None = None,
     eos_token_id: int | None = None,
     pad_token_id: int | None = None,
+    media_token_ids: tuple[int, int, int] | None = None,
 ) -> None:
-    """Write config.json and safetensors. All files are made aside first; a folder without config.json is incomplete."""
+    """Write config.json and safetensors. All files are made aside first; a folder without config.json is incomplete.
+
+    `media_token_ids` are those of <|media_begin|>, <|media_pad|> and <|media_end|>, for a model with a vision tower.
+    """
     path = Path(folder)
     _check_writable(path)
     config = _format_for(model.config).to_public(model.config)
     # Always written: transformers' own defaults lie outside a small vocabulary.
-    config |= {"bos_token_id": bos_token_id, "eos_token_id": eos_token_id, "pad_token_id": pad_token_id}
+    ids = {"bos_token_id": bos_token_id, "eos_token_id": eos_token_id, "pad_token_id": pad_token_id}
+    config |= ids
+    if "text_config" in config:
+        config["text_config"] |= ids
+    if media_token_ids is not None:
+        names = ("vision_start_token_id", "image_token_id", "vision_end_token_id")
+        config |= dict(zip(names, media_token_ids, strict=True))
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
     try:
@@ -120,15 +132,19 @@ def _check_writable(path: Path) -> None:
 
 def _format_of(public: dict[str, Any]) -> ModuleType:
     kind = public.get("model_type")
+    if kind == kimi_k25.PUBLIC_TYPE or (kind == kimi_linear.OWN_TYPE and "vision_config" in public):
+        return kimi_k25
     if kind in (kimi_linear.PUBLIC_TYPE, kimi_linear.OWN_TYPE):
         return kimi_linear
     if kind in deepseek_v3.PUBLIC_TYPES:
         return deepseek_v3
-    known = (kimi_linear.PUBLIC_TYPE, kimi_linear.OWN_TYPE, *deepseek_v3.PUBLIC_TYPES)
+    known = (kimi_linear.PUBLIC_TYPE, kimi_linear.OWN_TYPE, *deepseek_v3.PUBLIC_TYPES, kimi_k25.PUBLIC_TYPE)
     raise FormatError(f"model_type {kind!r} is not supported: expected one of {', '.join(known)}")
 
 
 def _format_for(config: ModelConfig) -> ModuleType:
+    if kimi_k25.fits(config):
+        return kimi_k25
     return deepseek_v3 if deepseek_v3.fits(config) else kimi_linear
 
 

@@ -1,4 +1,4 @@
-"""The model: Kimi Linear (KDA and MLA layers), experts, Attention Residuals. One idea a file."""
+"""The model: Kimi Linear (KDA and MLA layers), experts, Attention Residuals, MoonViT-3D. One idea a file."""
 
 from perilune.model.cache import DecodeCache
 from perilune.model.config import ModelConfig
@@ -9,6 +9,7 @@ from perilune.model.mla import LatentAttention, MLAConfig
 from perilune.model.moe import MixtureOfExperts, MoEConfig
 from perilune.model.residual import AttentionResidual
 from perilune.model.rope import RopeConfig
+from perilune.model.vision import MediaInput, MoonViT3D, Projector, VisionConfig
 
 __all__ = [
     "AttentionResidual",
@@ -18,10 +19,14 @@ __all__ = [
     "KimiDeltaAttention",
     "LatentAttention",
     "MLAConfig",
+    "MediaInput",
     "MixtureOfExperts",
     "MoEConfig",
     "ModelConfig",
+    "MoonViT3D",
+    "Projector",
     "RopeConfig",
     "SamplingConfig",
+    "VisionConfig",
     "generate",
 ]

@@ -8,6 +8,7 @@ import torch
 from perilune.model.kda import KDAConfig
 from perilune.model.mla import MLAConfig
 from perilune.model.moe import MoEConfig
+from perilune.model.vision import VisionConfig
 
 LayerType = Literal["kda", "mla"]
 ComputeDtype = Literal["float32", "bfloat16", "float64"]
@@ -27,6 +28,8 @@ class ModelConfig:
     """Width of the dense SwiGLU."""
     moe: MoEConfig | None = None
     """None: every layer is dense."""
+    vision: VisionConfig | None = None
+    """None: text only."""
     residual: Residual = "block_attnres"
     block_sublayers: int = 4
     """Sublayers (two per layer) in one block of block_attnres."""

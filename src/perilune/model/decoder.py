@@ -3,9 +3,12 @@
 Each sublayer reads from the residual stream through its pre-norm and writes back; what "reads" means (plain sum, full
 or block Attention Residuals) is the business of residual.py. Names of weights follow the public Kimi-Linear
 checkpoints.
+
+With `config.vision` the decoder owns a vision tower and its projector (vision.py): the features of pictures take the
+places of the <|media_pad|> embeddings, and from there on a picture is a run of tokens like any other.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -21,6 +24,8 @@ from perilune.model.linear import Linear, RMSNorm, SwiGLU, has_hooks
 from perilune.model.mla import LatentAttention
 from perilune.model.moe import Experts, MixtureOfExperts, Router
 from perilune.model.residual import AttentionResidual, ResidualScalars, Stream, attnres_stream, plain_stream
+from perilune.model.vision import MediaInput, MoonViT3D, PositionGrid, Projector, normalized
+from perilune.model.vision_grids import Grid
 from perilune.optim.matrices import Adam, Layout
 
 
@@ -70,6 +75,9 @@ class Decoder(nn.Module):
         self.lm_head = None if config.tie_word_embeddings else Linear(config.hidden_size, config.vocab_size)
         # In the order they were made, which is reading order; a plain list, so nothing is registered twice.
         self._sites = [module for module in self.modules() if isinstance(module, AttentionResidual)]
+        # Last, so that a seed gives the language model the same weights with a tower and without.
+        self.vision_tower = None if config.vision is None else MoonViT3D(config.vision)
+        self.mm_projector = None if config.vision is None else Projector(config.vision, config.hidden_size)
         self.compute_dtype = config.dtype()
         if config.compute_dtype == "float64":
             self.double()
@@ -78,11 +86,13 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Matrices and embeddings N(0, initializer_range); gates as Kimi Delta Attention asks; queries zero."""
+        """Matrices and embeddings N(0, initializer_range); gates as Kimi Delta Attention asks; queries, biases zero."""
         std = self.config.initializer_range
         for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Embedding | Router):
+            if isinstance(module, nn.Linear | nn.Embedding | Router | PositionGrid):
                 module.weight.normal_(0.0, std, generator=generator)
+                if isinstance(module, nn.Linear) and module.bias is not None:
+                    module.bias.zero_()
             elif isinstance(module, Experts):
                 module.gate_up_proj.normal_(0.0, std, generator=generator)
                 module.down_proj.normal_(0.0, std, generator=generator)
@@ -90,20 +100,30 @@ class Decoder(nn.Module):
                 module.reset_gate(generator)
 
     def forward(
-        self, tokens_BT: Tensor, *, cu_seqlens: Tensor | None = None, cache: DecodeCache | None = None
+        self,
+        tokens_BT: Tensor,
+        *,
+        cu_seqlens: Tensor | None = None,
+        cache: DecodeCache | None = None,
+        media: MediaInput | None = None,
     ) -> Tensor:
-        return self.logits(self.hidden(tokens_BT, cu_seqlens=cu_seqlens, cache=cache))
+        return self.logits(self.hidden(tokens_BT, cu_seqlens=cu_seqlens, cache=cache, media=media))
 
     def hidden(
-        self, tokens_BT: Tensor, *, cu_seqlens: Tensor | None = None, cache: DecodeCache | None = None
+        self,
+        tokens_BT: Tensor,
+        *,
+        cu_seqlens: Tensor | None = None,
+        cache: DecodeCache | None = None,
+        media: MediaInput | None = None,
     ) -> Tensor:
-        """Final normed hidden states [B, T, hidden]."""
+        """Final normed hidden states [B, T, hidden]. The features of `media` overwrite the embeddings at its places."""
         self._check(tokens_BT, cu_seqlens, cache)
         start = 0 if cache is None else cache.length
         rotates = self.config.mla.rope is not None
         positions = positions_of(tokens_BT, cu_seqlens, start) if rotates else None
         packing = Packing(cu_seqlens=cu_seqlens, positions=positions)
-        stream = self._open(self._embedded(tokens_BT))
+        stream = self._open(self._with_media(self._embedded(tokens_BT), media))
         for index, layer in enumerate(self.layers):
             stream = layer(stream, packing, None if cache is None else cache.layers[index])
         if cache is not None:
@@ -116,10 +136,22 @@ class Decoder(nn.Module):
         logits = nn.functional.linear(hidden, self.head_weight().to(hidden.dtype))
         return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
 
-    def loss(self, tokens_BT: Tensor, targets_BT: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+    def loss(
+        self,
+        tokens_BT: Tensor,
+        targets_BT: Tensor,
+        cu_seqlens: Tensor | None = None,
+        media: MediaInput | None = None,
+    ) -> Tensor:
         """Sum over valid targets (!= -100) of the cross entropy in nats; a float32 scalar."""
-        hidden = self.hidden(tokens_BT, cu_seqlens=cu_seqlens)
+        hidden = self.hidden(tokens_BT, cu_seqlens=cu_seqlens, media=media)
         return cross_entropy_sum(hidden.flatten(0, 1), self.head_weight(), targets_BT.flatten())
+
+    def vision_features(self, pixels: Tensor, grids: Sequence[Grid]) -> Tensor:
+        """[N, hidden]: what the language model reads of media items, uint8 or normalised pixels [P, 3, 14, 14]."""
+        if self.vision_tower is None or self.mm_projector is None:
+            raise ValueError("media holds pixels, but model.vision is None: expected a model with a vision tower")
+        return self.mm_projector(self.vision_tower(normalized(pixels, self.compute_dtype), grids))
 
     def head_weight(self) -> Tensor:
         return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
@@ -175,6 +207,21 @@ class Decoder(nn.Module):
         if _only_reads_rows(table):
             return embed(tokens_BT, table.weight, self.compute_dtype)
         return table(tokens_BT).to(self.compute_dtype)
+
+    def _with_media(self, embedding_BTd: Tensor, media: MediaInput | None) -> Tensor:
+        if media is None:
+            return embedding_BTd
+        features = media.features
+        if features is None:
+            assert media.pixels is not None
+            features = self.vision_features(media.pixels, media.grids)
+        if features.ndim != 2 or features.shape[1] != embedding_BTd.shape[2]:
+            raise ValueError(
+                f"media.features is {tuple(features.shape)}, expected [N, {embedding_BTd.shape[2]}]: "
+                "the width of the language model"
+            )
+        rows = embedding_BTd.flatten(0, 1).index_copy(0, media.positions, features.to(embedding_BTd.dtype))
+        return rows.view_as(embedding_BTd)
 
     def _open(self, embedding: Tensor) -> Stream:
         if self.config.residual in ("plain", "scalars"):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from perilune.model.decoder import Decoder
+from perilune.model.vision import MediaInput
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,14 +42,23 @@ def generate(
     *,
     stop: frozenset[int] = frozenset(),
     forbidden: Sequence[int] = (),
+    media: MediaInput | None = None,
 ) -> Iterator[int]:
-    """Yield new token ids one by one; ends before a stop token. `forbidden` ids are never sampled."""
+    """Yield new token ids one by one; ends before a stop token. `forbidden` ids are never sampled.
+
+    `media` are the pictures of the prompt, with positions in it.
+    """
     tokens = [int(token) for token in prompt]
     vocab_size = model.config.vocab_size
     if not tokens:
         raise ValueError("the prompt must hold at least one token: begin with the document-start token")
     if not all(0 <= token < vocab_size for token in tokens):
         raise ValueError(f"the prompt holds {max(tokens)!r} and {min(tokens)!r}, expected ids in [0, {vocab_size})")
+    if media is not None and len(media.positions) and not 0 <= int(media.positions.max()) < len(tokens):
+        raise ValueError(
+            f"media.positions reaches {int(media.positions.max())!r}, expected indices into the {len(tokens)} tokens "
+            "of the prompt"
+        )
     if len(set(forbidden)) >= vocab_size:
         raise ValueError(f"all {vocab_size} tokens are forbidden: nothing is left to sample")
     was_training = model.training
@@ -58,16 +68,16 @@ def generate(
         generator = torch.Generator(device="cpu").manual_seed(sampling.seed)
         banned = torch.tensor(list(forbidden), dtype=torch.long)
         cache = model.new_cache()
-        feed = tokens
+        feed, shown = tokens, None if media is None else media.to(device)
         for _ in range(sampling.max_new_tokens):
-            hidden = model.hidden(torch.tensor([feed], device=device), cache=cache)
+            hidden = model.hidden(torch.tensor([feed], device=device), cache=cache, media=shown)
             logits = model.logits(hidden[0, -1]).float().cpu()
             logits[banned] = float("-inf")
             token = pick(logits, sampling, generator)
             if token in stop:
                 return
             yield token
-            feed = [token]
+            feed, shown = [token], None
     finally:
         model.train(was_training)
 

@@ -59,6 +59,8 @@ class Router(nn.Module):
 
     e_score_correction_bias: Tensor
     counts: Tensor
+    count_groups: tuple[dist.ProcessGroup | None, ...] = (None,)
+    """Ranks that read tokens for this layer, group by group; None is all of them."""
 
     def __init__(self, hidden_size: int, config: MoEConfig) -> None:
         super().__init__()
@@ -94,7 +96,8 @@ class Router(nn.Module):
     def update_bias(self) -> Tensor:
         """Move the bias one step towards balance; returns the load imbalance, max count / mean count."""
         if dist.is_available() and dist.is_initialized():
-            dist.all_reduce(self.counts)
+            for group in self.count_groups:
+                dist.all_reduce(self.counts, group=group)
         mean = self.counts.mean()
         self.e_score_correction_bias += self.config.bias_update_rate * torch.sign(mean - self.counts)
         imbalance = self.counts.max() / mean.clamp(min=1e-20)

@@ -479,8 +479,11 @@ def clip_grad_norm_(optimizer: torch.optim.Optimizer | Iterable[Tensor], max_nor
     Orthogonalisation removes the scale of Muon's update, but a step whose gradient was scaled down would weigh less in
     the momentum average and turn its direction. So the norm is over all gradients, and only those of AdamW are scaled.
     Given plain parameters instead of an optimizer, all are scaled, as torch.nn.utils.clip_grad_norm_ does. Does not
-    wait for the device.
+    wait for the device. An optimizer that knows gradients spread over ranks does it itself (sharded.py).
     """
+    over_ranks = getattr(optimizer, "clip_grad_norm_", None)
+    if over_ranks is not None:
+        return over_ranks(max_norm)
     if isinstance(optimizer, torch.optim.Optimizer):
         groups = [(group["params"], group.get("name") == MUON) for group in optimizer.param_groups]
     else:

@@ -36,6 +36,7 @@ from torch import Tensor, nn
 
 from perilune.optim.adapters import transformers_heads
 from perilune.optim.heads import ClipsQK, MaxLogitRecorder, QKHeads, RowScaling, gqa_heads, mha_heads, mla_heads
+from perilune.optim.shards import local_box, local_part
 
 __all__ = [
     "ClipReport",
@@ -176,10 +177,11 @@ class QKClip:
 
     def max_logits(self) -> Tensor:
         """[layers, heads]: what the recorders hold now, -inf where nothing was seen."""
-        return self._recorded()[0]
+        return self.recorded()[0]
 
-    def _recorded(self) -> Tensor:
-        """[2, layers, heads]: the largest values, and the largest that are exact."""
+    def recorded(self) -> Tensor:
+        """[2, layers, heads]: the largest values the recorders of this rank hold now, and the largest that are
+        exact."""
         recorders = [layer.recorder for layer in self.heads]
         values = [recorder.value for recorder in recorders] + [recorder.exact for recorder in recorders]
         device = self._scaled[0].device if self._scaled else torch.device("cpu")
@@ -192,16 +194,20 @@ class QKClip:
 
     def seen(self) -> ClipReport:
         """What the recorders of this rank hold now; nothing is clipped and nothing forgotten."""
-        max_logits, exact = self._recorded()
+        max_logits, exact = self.recorded()
         none = torch.zeros((), dtype=torch.int64, device=max_logits.device)
         return ClipReport(layers=self.layers, max_logits=max_logits, is_bound=exact < max_logits, num_clipped=none)
 
     @torch.no_grad()
-    def apply(self) -> ClipReport:
-        """Scale the rows of heads above tau, forget this step's maxima, and say what was seen."""
-        recorded = self._recorded()
-        if dist.is_available() and dist.is_initialized() and recorded.numel():
-            dist.all_reduce(recorded, op=dist.ReduceOp.MAX, group=self.process_group)
+    def apply(self, recorded: Tensor | None = None) -> ClipReport:
+        """Scale the rows of heads above tau, forget this step's maxima, and say what was seen.
+
+        recorded: what `recorded()` gave, when somebody has already taken its maximum over the ranks.
+        """
+        if recorded is None:
+            recorded = self.recorded()
+            if dist.is_available() and dist.is_initialized() and recorded.numel():
+                dist.all_reduce(recorded, op=dist.ReduceOp.MAX, group=self.process_group)
         max_logits, exact = recorded
         self._place(max_logits.device)
         gamma = gamma_of(exact, self.tau)
@@ -217,7 +223,10 @@ class QKClip:
                 multiplier = multiplier * group_min[self._group_index][self._index].pow(self._group_exponent)
             pieces = multiplier.split([parameter.shape[0] for parameter in self._scaled])
             for parameter, piece in zip(self._scaled, pieces, strict=True):
-                parameter.mul_(piece.to(parameter.device).view(-1, *[1] * (parameter.ndim - 1)))
+                # A shard is scaled by the factors of the rows it holds.
+                start, stop = local_box("a q or k projection", parameter)[0]
+                rows = piece[start:stop].to(parameter.device).view(-1, *[1] * (parameter.ndim - 1))
+                local_part(parameter).mul_(rows)
         self.last_max_logits = max_logits
         self.ever_clipped = self.ever_clipped | clipped
         self.discard()

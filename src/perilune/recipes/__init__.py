@@ -6,15 +6,20 @@
 import difflib
 from collections.abc import Callable
 
-from perilune.recipes.pretrain import base, micro, nano, nano_adamw, nano_moe, small
+from perilune.recipes.pretrain import base, micro, nano, nano_adamw, nano_moe, nano_text, small
 from perilune.recipes.probes import mqar, palindrome, stack
+from perilune.recipes.vision import fusion_early, fusion_late, fusion_mid, fusion_text, vision_small
 from perilune.train.run_config import RunConfig
 
 __all__ = ["RECIPES", "UnknownRecipe", "recipe"]
 
 RECIPES: dict[str, Callable[[], RunConfig]] = {
     function.__name__: function
-    for function in (micro, nano, nano_adamw, nano_moe, small, base, mqar, palindrome, stack)
+    for function in (
+        *(micro, nano, nano_text, nano_adamw, nano_moe, small, base),
+        *(vision_small, fusion_early, fusion_mid, fusion_late, fusion_text),
+        *(mqar, palindrome, stack),
+    )
 }
 
 

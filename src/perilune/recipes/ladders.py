@@ -27,8 +27,8 @@ ONE_TO_ONE = ("kda", "mla") * (dial.LAYERS // 2)
 THREE_TO_ONE = ("kda", "kda", "kda", "mla") * (dial.LAYERS // 4)
 SEVEN_TO_ONE = ("kda",) * (dial.LAYERS - 1) + ("mla",)
 ADAMW_LR = 0.25
-"""Of the dial's learning rate: where AdamW's sweeps start. At the dial's own, three of three widths were far above their
-best on an H200 (width 256: 3.28 nats, 2.72 at half of it; MuonClip is best at the dial's own, 2.35)."""
+"""Of the dial's learning rate: where AdamW's sweeps start. At the dial's own, three of three widths were far above
+their best on an H200 (width 256: 3.28 nats, 2.72 at half of it; MuonClip is best at the dial's own, 2.35)."""
 BLOCK = {"model.residual": "block_attnres", "model.block_sublayers": 4}  # size 4 of the paper's ablation, 4 blocks here
 
 

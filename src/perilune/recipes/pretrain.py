@@ -2,8 +2,9 @@
 
 from dataclasses import replace
 
-from perilune.data import CorpusConfig
-from perilune.model import KDAConfig, MLAConfig, ModelConfig, MoEConfig
+from perilune.data import CorpusConfig, FusionConfig, VisionDataConfig
+from perilune.data.scenes import ScenesConfig
+from perilune.model import KDAConfig, MLAConfig, ModelConfig, MoEConfig, VisionConfig
 from perilune.train import DataConfig, OptimizerConfig, RunConfig, ScheduleConfig, TrainerConfig
 
 
@@ -29,9 +30,45 @@ def micro() -> RunConfig:
 
 
 def nano() -> RunConfig:
-    """The whole recipe on the sources of Python's standard library, within five minutes on two cores."""
-    return RunConfig(
+    """The whole recipe on the sources of Python's standard library and on drawings of one or two shapes.
+
+    Within five minutes on two cores. Shapes lie on a grid of 7 pixels and each number is one token: what is left to
+    learn is to look.
+    """
+    run = nano_text()
+    tower = VisionConfig(
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=256,
+        pos_emb_height=4,
+        pos_emb_width=4,
+    )
+    pictures = VisionDataConfig(
+        scenes=ScenesConfig(
+            sizes=((56, 56),),
+            max_shapes=2,
+            primitives=("rect", "circle"),
+            colours=("red", "green", "blue", "orange", "purple", "black"),
+            background_share=0.0,
+            grid=7,
+        ),
+        fusion=FusionConfig(share=3 / 11),
+        sample_tokens=128,
+    )
+    return replace(
+        run,
         name="nano",
+        model=replace(run.model, vision=tower),
+        data=replace(run.data, vision=pictures),
+        trainer=replace(run.trainer, global_batch_rows=11, micro_batch_rows=8, eval_every=150),
+    )
+
+
+def nano_text() -> RunConfig:
+    """`nano` without pictures, on the same text in the same order."""
+    return RunConfig(
+        name="nano_text",
         model=ModelConfig(
             vocab_size=2048,
             hidden_size=128,
@@ -61,21 +98,21 @@ def nano() -> RunConfig:
 
 
 def nano_adamw() -> RunConfig:
-    """`nano` with AdamW in place of MuonClip, at a learning rate of its own: the baseline to compare with."""
-    run = nano()
+    """`nano_text` with AdamW in place of MuonClip, at a learning rate of its own: the baseline to compare with."""
+    run = nano_text()
     return replace(run, name="nano_adamw", optimizer=OptimizerConfig(kind="adamw", lr=3e-3))
 
 
 def nano_moe() -> RunConfig:
-    """`nano` with experts in every layer but the first."""
-    run = nano()
+    """`nano_text` with experts in every layer but the first."""
+    run = nano_text()
     moe = MoEConfig(num_experts=8, num_experts_per_token=2, moe_intermediate_size=128, routed_scaling_factor=2.446)
     return replace(run, name="nano_moe", model=replace(run.model, moe=moe))
 
 
 def small() -> RunConfig:
     """About 60M parameters, bf16 on one GPU in minutes. Give it a corpus: --data.corpus.source PATH"""
-    run = nano()
+    run = nano_text()
     return replace(
         run,
         name="small",

@@ -5,6 +5,7 @@ below. All text is escaped by the template: a sample that spells markup is shown
 Content-Security-Policy forbids scripts and requests on top of that.
 """
 
+import base64
 import os
 import secrets
 from collections.abc import Mapping, Sequence
@@ -82,7 +83,37 @@ class Notes:
     notes: Sequence[str]
 
 
-Section = Plots | Table | Samples | Notes
+@dataclass(frozen=True, kw_only=True)
+class PictureRow:
+    """What a model was shown, the source it wrote, and what that source draws. Pictures are PNG files; several are
+    the frames of a video."""
+
+    heading: str
+    shown: Sequence[bytes]
+    source: str
+    drawn: Sequence[bytes] = ()
+    score: str = ""
+    problem: str = ""
+    """Why nothing is drawn."""
+
+    def shown_uris(self) -> list[str]:
+        return [png_uri(png) for png in self.shown]
+
+    def drawn_uris(self) -> list[str]:
+        return [png_uri(png) for png in self.drawn]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pictures:
+    """Image, predicted source and its drawing side by side. The source is text on the page, never markup."""
+
+    kind: ClassVar[str] = "pictures"
+    title: str
+    rows: Sequence[PictureRow]
+    text: str = ""
+
+
+Section = Plots | Table | Samples | Notes | Pictures
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +143,13 @@ def write_page(page: Page, path: str | Path) -> Path:
     finally:
         temporary.unlink(missing_ok=True)
     return path
+
+
+def png_uri(png: bytes) -> str:
+    """A PNG file as the address of an <img>; anything else is refused, for a browser would run what is in an SVG."""
+    if not png.startswith(b"\x89PNG\r\n\x1a\n"):
+        raise ValueError(f"a picture of a page is a PNG file, not {png[:8]!r}")
+    return "data:image/png;base64," + base64.b64encode(png).decode("ascii")
 
 
 def _colours() -> str:

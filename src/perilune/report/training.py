@@ -5,6 +5,7 @@ does not have and steps repeated after a resume are all fine. `environment.json`
 the folder has one, is shown in the header.
 """
 
+import base64
 import json
 import math
 import statistics
@@ -13,7 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from perilune.report.page import Headline, Notes, Page, Plots, Sample, Samples, Section, Table, write_page
+from perilune.report.page import Headline, Notes, Page, PictureRow, Plots, Sample, Samples, Section, Table, write_page
+from perilune.report.pictures import picture_row, pictures_section
 from perilune.report.plots import Plot, Series, Threshold, compact, number, save_png, series_from_records, smoothed
 
 MAX_LABELLED_LAYERS = 6
@@ -35,6 +37,10 @@ class RunRecords:
     train: list[dict[str, Any]] = field(default_factory=list)
     valid: list[dict[str, Any]] = field(default_factory=list)
     samples: list[dict[str, Any]] = field(default_factory=list)
+    pictures: list[dict[str, Any]] = field(default_factory=list)
+    """Of the last step that has any: what was shown, written and drawn."""
+    picture_scores: dict[str, Any] = field(default_factory=dict)
+    """Their means, with those against other pictures."""
     num_unreadable: int = 0
 
     @property
@@ -90,6 +96,7 @@ def read_run(folder: Path) -> RunRecords:
     train: dict[Any, dict[str, Any]] = {}
     valid: dict[Any, dict[str, Any]] = {}
     samples: dict[Any, dict[str, Any]] = {}
+    pictures: dict[Any, dict[str, Any]] = {}
     for position, line in enumerate(lines):
         if not line.strip():
             continue
@@ -106,9 +113,15 @@ def read_run(folder: Path) -> RunRecords:
             valid[step] = record
         elif kind == "sample":
             samples[step, str(record.get("prompt"))] = record
+        elif kind == "picture":
+            pictures[step, str(record.get("number"))] = record
+        elif kind == "pictures":
+            records.picture_scores = record
     records.train = [train[step] for step in sorted(train)]
     records.valid = [valid[step] for step in sorted(valid)]
     records.samples = [samples[key] for key in sorted(samples)]
+    last = max((step for step, _ in pictures), default=0)
+    records.pictures = [record for (step, _), record in pictures.items() if step == last]
     return records
 
 
@@ -128,6 +141,8 @@ def training_page(records: RunRecords) -> Page:
             sections.append(Plots(title=section.title, plots=plots))
     if rows := _summary_rows(records):
         sections.append(Table(title="Summary", columns=("", "first", "last", "lowest", "median", "highest"), rows=rows))
+    if rows := [row for record in records.pictures if (row := picture_of(record)) is not None]:
+        sections.append(pictures_section("Held-out pictures", rows, text=_picture_text(records.picture_scores)))
     if records.samples:
         sections.append(_sample_section(records))
     if records.settings:
@@ -154,6 +169,10 @@ def _headlines(records: RunRecords) -> list[Headline]:
                 note = "" if best == values[-1] or kind == "training" else f"best {best:.4f}"
                 found.append(Headline(label=f"{kind} {label}", value=f"{values[-1]:.4f}", note=note))
                 break  # training only where there is no validation
+    if (reward := number(records.picture_scores.get("reward"))) is not None:
+        control = number(records.picture_scores.get("shuffled_reward"))
+        note = "" if control is None else f"{control:.3f} against other pictures"
+        found.append(Headline(label="picture score", value=f"{reward:.3f}", note=note))
     if tokens := _values(records.train, "tokens"):
         found.append(Headline(label="tokens", value=compact(tokens[-1], digits=3)))
     if rates := _rates(records):
@@ -196,6 +215,13 @@ def _loss_plots(records: RunRecords) -> list[Plot]:
         series = _with_mean(series_from_records(records.train, key, name="train", colour=0))
         series.append(series_from_records(records.valid, key, name="validation", points=True, colour=1))
         plots.append(Plot(title=title, x_label="step", y_label=unit, series=series))
+    if any("vision_loss" in record for record in [*records.train, *records.valid]):
+        series = _with_mean(series_from_records(records.train, "vision_loss", name="train", colour=0))
+        series.append(series_from_records(records.valid, "vision_loss", name="validation", points=True, colour=1))
+        caption = "Answers about pictures; the loss of text does not count them."
+        plots.append(
+            Plot(title="Vision loss", x_label="step", y_label="nats per token", series=series, caption=caption)
+        )
     return plots
 
 
@@ -284,6 +310,7 @@ def _summary_rows(records: RunRecords) -> list[list[str]]:
         ("training bits per byte", _values(records.train, "bits_per_byte"), "{:.4f}"),
         ("validation loss", _values(records.valid, "loss"), "{:.4f}"),
         ("validation bits per byte", _values(records.valid, "bits_per_byte"), "{:.4f}"),
+        ("validation vision loss", _values(records.valid, "vision_loss"), "{:.4f}"),
         ("gradient norm", _values(records.train, "grad_norm"), "{:.3g}"),
         ("highest attention logit", [p for r in records.train if (p := _peak_logit(r)) is not None], "{:.4g}"),
         ("heads clipped in a step", _values(records.train, "clipped_heads"), "{:.4g}"),
@@ -318,6 +345,44 @@ def _sample_section(records: RunRecords) -> Samples:
     return Samples(
         title="Samples", samples=samples, text=f"{text} {left_out:,} older ones are left out." if left_out else text
     )
+
+
+def picture_of(record: Mapping[str, Any]) -> PictureRow | None:
+    """A record of what a model drew as a row of a page; None for one that holds no picture."""
+    shown, drawn = _png(record.get("image")), _png(record.get("drawn"))
+    if shown is None:
+        return None
+    scores = record.get("scores")
+    known = {} if not isinstance(scores, dict) else {key: number(scores.get(key)) for key in ("pixel", "f1", "reward")}
+    return picture_row(
+        f"picture {int(number(record.get('number')) or 0) + 1}",
+        shown=shown,
+        source=str(record.get("text") or ""),
+        drawn=drawn,
+        problem=str(record.get("reason") or ""),
+        score={key: value for key, value in known.items() if value is not None},
+    )
+
+
+def _png(text: Any) -> bytes | None:
+    try:
+        content = base64.b64decode(text, validate=True)
+    except (TypeError, ValueError):
+        return None
+    return content if content.startswith(b"\x89PNG\r\n\x1a\n") else None
+
+
+def _picture_text(scores: Mapping[str, Any]) -> str:
+    """What the numbers over all held-out pictures say."""
+    found = {key: number(scores.get(key)) for key in ("count", "parses", "pixel", "f1", "reward", "shuffled_reward")}
+    if any(value is None for value in found.values()):
+        return "Left what the model was shown, then the source it wrote and what that source draws."
+    return (
+        "Left what the model was shown, then the source it wrote and what that source draws. Of {count:.0f} held-out "
+        "pictures {parses:.0%} of the sources parse; mean pixel similarity {pixel:.3f}, shape F1 {f1:.3f}, score "
+        "{reward:.3f}. Held against other pictures the same answers score {shuffled_reward:.3f}: the difference is "
+        "what looking adds."
+    ).format(**found)
 
 
 def _with_mean(raw: Series) -> list[Series]:

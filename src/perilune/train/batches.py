@@ -3,6 +3,9 @@
 Row i of a run is a function of (corpus, tokenizer, seq_len, seed, i) alone. Optimizer step s takes the rows
 [s * global_batch_rows, (s + 1) * global_batch_rows) whatever the number of ranks: rank r of w takes the r-th of w equal
 slices, cut into micro-batches. A probe (data/probes) takes the place of a corpus: its rows come from no text.
+
+With pictures (data/vision_rows.py) some rows of a run hold them, by its fusion schedule. A micro-batch is of one kind,
+text or vision, so that the two losses are two numbers.
 """
 
 from collections.abc import Iterator
@@ -15,15 +18,21 @@ from perilune.data import (
     Corpus,
     CorpusConfig,
     CorpusSummary,
+    Fusion,
+    PackedBatch,
     PackedDataset,
     Progress,
     Tokenizer,
     ValidationSet,
+    VisionDataConfig,
+    VisionRows,
     tokenize_corpus,
     train_tokenizer,
 )
 from perilune.data.probes import ProbeConfig, ProbeRows
 from perilune.data.tokenizer import MIN_VOCAB_SIZE
+from perilune.data.vision_documents import dialect, dialect_fingerprint
+from perilune.model import MediaInput
 from perilune.train import ranks
 
 
@@ -38,10 +47,18 @@ class DataConfig:
     """A tokenizer.json to use; None: one trained on the corpus."""
     probe: ProbeConfig | None = None
     """Generated rows of a task that asks for memory, in place of the corpus."""
+    vision: VisionDataConfig | None = None
+    """Pictures beside the corpus; the model needs a vision tower (model.vision)."""
 
     def __post_init__(self) -> None:
+        if self.vision is not None and self.probe is not None:
+            raise ValueError("data.probe and data.vision are both set: a probe has no pictures; leave one of them out")
         if self.seq_len < 2:
             raise ValueError(f"data.seq_len is {self.seq_len!r}, expected at least 2 tokens")
+
+    @property
+    def has_pictures(self) -> bool:
+        return self.vision is not None and self.vision.fusion.share > 0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -51,6 +68,14 @@ class RunData:
     train: PackedDataset | ProbeRows
     valid: ValidationSet | ProbeRows | None
     """None when the corpus holds nothing out."""
+    vision: VisionRows | None = None
+    """Rows with pictures, made while they are needed."""
+    vision_valid: VisionRows | None = None
+
+    def close(self) -> None:
+        """End what works ahead; reading on starts it again."""
+        if self.vision is not None:
+            self.vision.close()
 
 
 def open_data(config: DataConfig, *, seed: int, progress: Progress | None = None) -> RunData:
@@ -58,21 +83,41 @@ def open_data(config: DataConfig, *, seed: int, progress: Progress | None = None
     if config.probe is not None:
         return _open_probe(config, config.probe, seed=seed)
     corpus = Corpus(config.corpus, progress=progress)
-    if config.tokenizer is None:
-        tokenizer = train_tokenizer(corpus, config.vocab_size, cache_dir=config.cache_dir, progress=progress)
-    else:
+    tokenizer = open_tokenizer(config, corpus, progress=progress)
+    stores = tokenize_corpus(corpus, tokenizer, cache_dir=config.cache_dir, progress=progress)
+    vision, vision_valid = None, None
+    if config.vision is not None and config.has_pictures:
+        vision = VisionRows(config.vision, tokenizer, seq_len=config.seq_len, seed=seed)
+        vision_valid = VisionRows(config.vision, tokenizer, seq_len=config.seq_len, seed=seed, held_out=True)
+        vision_valid.row(0)  # what cannot be made is refused now, and here, where the reason is plain
+    return RunData(
+        corpus=corpus.summary,
+        tokenizer=tokenizer,
+        train=PackedDataset(stores.train, config.seq_len, seed),
+        valid=ValidationSet(stores.valid, config.seq_len) if stores.valid.num_tokens else None,
+        vision=vision,
+        vision_valid=vision_valid,
+    )
+
+
+def open_tokenizer(config: DataConfig, corpus: Corpus, *, progress: Progress | None = None) -> Tokenizer:
+    """The tokenizer that the config names, or one trained on the corpus (and on answers about pictures) and cached."""
+    if config.tokenizer is not None:
         tokenizer = Tokenizer.load(config.tokenizer)
         if tokenizer.vocab_size != config.vocab_size:
             raise ValueError(
                 f"data.tokenizer {config.tokenizer!r} has {tokenizer.vocab_size} tokens, but data.vocab_size is "
                 f"{config.vocab_size!r}: make them equal"
             )
-    stores = tokenize_corpus(corpus, tokenizer, cache_dir=config.cache_dir, progress=progress)
-    return RunData(
-        corpus=corpus.summary,
-        tokenizer=tokenizer,
-        train=PackedDataset(stores.train, config.seq_len, seed),
-        valid=ValidationSet(stores.valid, config.seq_len) if stores.valid.num_tokens else None,
+        return tokenizer
+    vision = config.vision
+    return train_tokenizer(
+        corpus,
+        config.vocab_size,
+        cache_dir=config.cache_dir,
+        progress=progress,
+        more_texts=None if vision is None else lambda: dialect(vision),
+        more_fingerprint="" if vision is None else dialect_fingerprint(vision),
     )
 
 
@@ -99,10 +144,32 @@ class MicroBatch:
     cu_seqlens: torch.Tensor
     num_targets: int
     num_bytes: int
+    media: MediaInput | None = None
+    """The pictures of a batch of vision rows; None: a batch of text rows."""
+
+
+ValidRows = ValidationSet | ProbeRows | VisionRows
+Rows = PackedDataset | ValidRows
+
+
+def fused_micro_batches(
+    data: RunData, fusion: Fusion | None, *, first_row: int, rows: int, micro_batch_rows: int, device: torch.device
+) -> Iterator[MicroBatch]:
+    """This rank's share of the rows [first_row, first_row + rows) of a run: its text, then its pictures."""
+    if fusion is None or data.vision is None:
+        yield from micro_batches(
+            data.train, first_row=first_row, rows=rows, micro_batch_rows=micro_batch_rows, device=device
+        )
+        return
+    share = rows // ranks.world_size()
+    start = first_row + ranks.rank() * share
+    # Rows of one kind have consecutive numbers of their own.
+    for source, before in ((data.train, fusion.text_before), (data.vision, fusion.vision_before)):
+        yield from _cut(source, before(start), before(start + share), micro_batch_rows, device)
 
 
 def micro_batches(
-    rows_of: PackedDataset | ValidationSet | ProbeRows,
+    rows_of: Rows,
     *,
     first_row: int,
     rows: int,
@@ -112,15 +179,30 @@ def micro_batches(
     """This rank's share of the rows [first_row, first_row + rows), `micro_batch_rows` at a time."""
     share = rows // ranks.world_size()
     start = first_row + ranks.rank() * share
-    for offset in range(0, share, micro_batch_rows):
-        batch = rows_of.batch(start + offset, min(micro_batch_rows, share - offset))
+    yield from _cut(rows_of, start, start + share, micro_batch_rows, device)
+
+
+def _cut(rows_of: Rows, start: int, stop: int, micro_batch_rows: int, device: torch.device) -> Iterator[MicroBatch]:
+    for first in range(start, stop, micro_batch_rows):
+        batch = rows_of.batch(first, min(micro_batch_rows, stop - first))
         yield MicroBatch(
             tokens_BT=_to_device(batch.tokens, device)[None],
             targets_BT=_to_device(batch.targets, device)[None],
             cu_seqlens=_to_device(batch.cu_seqlens, device),
             num_targets=batch.num_targets,
             num_bytes=batch.num_bytes,
+            media=_media(batch, device),
         )
+
+
+def _media(batch: PackedBatch, device: torch.device) -> MediaInput | None:
+    if batch.pixels is None or batch.media_positions is None:
+        return None
+    return MediaInput(
+        positions=_to_device(batch.media_positions, device),
+        pixels=_to_device(batch.pixels, device),
+        grids=batch.grids,
+    )
 
 
 def _to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:

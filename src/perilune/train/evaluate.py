@@ -11,12 +11,12 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from perilune.data.packing import IGNORED, ValidationSet
+from perilune.data.packing import IGNORED
 from perilune.data.probes import ProbeRows
 from perilune.data.tokenizer import Tokenizer
 from perilune.model import Decoder, SamplingConfig, generate
 from perilune.train import ranks
-from perilune.train.batches import micro_batches
+from perilune.train.batches import ValidRows, micro_batches
 
 
 def bits_per_byte(nats: float, num_bytes: float) -> float:
@@ -25,7 +25,7 @@ def bits_per_byte(nats: float, num_bytes: float) -> float:
 
 @torch.no_grad()
 def validate(
-    model: Decoder, valid: ValidationSet | ProbeRows, *, rows: int, micro_batch_rows: int, device: torch.device
+    model: Decoder, valid: ValidRows, *, rows: int, micro_batch_rows: int, device: torch.device
 ) -> dict[str, float]:
     """Loss per token and bits per byte over the first `rows` rows of the validation set (or all it has)."""
     world = ranks.world_size()
@@ -38,7 +38,7 @@ def validate(
         for batch in micro_batches(
             valid, first_row=0, rows=padded_rows, micro_batch_rows=micro_batch_rows, device=device
         ):
-            nats = model.loss(batch.tokens_BT, batch.targets_BT, batch.cu_seqlens)
+            nats = model.loss(batch.tokens_BT, batch.targets_BT, batch.cu_seqlens, media=batch.media)
             sums += torch.stack([nats.double(), sums.new_tensor(batch.num_targets), sums.new_tensor(batch.num_bytes)])
     finally:
         model.train(was_training)

@@ -109,6 +109,13 @@ def line_of(record: Record, *, bits_per_byte: bool = True) -> str:
     """`loss 3.127  2.05 bits/byte  max logit 31.4  12,345 tok/s`; `max logit <= 31.4` where it is an upper bound."""
     if record["kind"] == "sample":
         return f"{record['prompt']!r} -> {record['text']!r}"
+    if record["kind"] == "picture":
+        return ""
+    if record["kind"] == "pictures":
+        return (
+            f"{record['count']} held-out pictures: {record['parses']:.0%} of the answers parse, "
+            f"score {record['reward']:.3f} ({record['shuffled_reward']:.3f} against other pictures)"
+        )
     parts = []
     if record["kind"] == "train" and not _took_step(record):
         parts.append(f"not finite, skipped ({record.get('skipped')} so far)")
@@ -116,6 +123,8 @@ def line_of(record: Record, *, bits_per_byte: bool = True) -> str:
         parts.append(f"{'valid ' if record['kind'] == 'valid' else ''}loss {record['loss']:.3f}")
     if bits_per_byte and _number(record.get("bits_per_byte")):
         parts.append(f"{record['bits_per_byte']:.3f} bits/byte")
+    if _number(record.get("vision_loss")):
+        parts.append(f"vision {record['vision_loss']:.3f}")
     logits = [value if _number(value) else -math.inf for value in record.get("max_logit") or []]
     if logits and max(logits) > -math.inf:
         bounds = record.get("max_logit_is_bound") or [False] * len(logits)

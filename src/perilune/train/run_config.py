@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
+from perilune.data import Fusion
 from perilune.model import ModelConfig
 from perilune.train.batches import DataConfig
 from perilune.train.optimizer import OptimizerConfig
@@ -24,6 +25,8 @@ class TrainerConfig:
     device: str = "auto"
     """"auto" takes the first of cuda, cpu that is there."""
     compile: bool = False
+    decoupled_vision: bool = False
+    """Run the vision tower over the batch twice, keeping none of its activations during the language model's step."""
 
     log_every: int = 1
     eval_every: int = 100
@@ -80,8 +83,18 @@ class RunConfig:
             raise ValueError(f"name is {self.name!r}, expected a folder name without slashes or a leading dot")
         if not isinstance(self.seed, int) or not 0 <= self.seed < 2**63:
             raise ValueError(f"seed is {self.seed!r}, expected a whole number from 0 to 2**63 - 1")
+        if self.data.has_pictures and self.model.vision is None:
+            raise ValueError(
+                "data.vision is set but model.vision is None: give the model a tower, or set data.vision.fusion.share=0"
+            )
         if self.model.vocab_size < self.data.vocab_size:
             raise ValueError(
                 f"model.vocab_size is {self.model.vocab_size!r}, smaller than "
                 f"data.vocab_size={self.data.vocab_size!r}: make them equal"
             )
+
+    def fusion(self) -> Fusion | None:
+        """Which rows of this run hold pictures; None: none of them."""
+        if self.data.vision is None or not self.data.has_pictures:
+            return None
+        return Fusion.of(self.data.vision.fusion, self.trainer.steps * self.trainer.global_batch_rows)

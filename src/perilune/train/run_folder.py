@@ -116,12 +116,15 @@ def read_config(folder: Path) -> RunConfig:
         raise RunError(f"{str(path)!r} is not the config of a run: {error}") from error
 
 
-def fingerprints(data: RunData) -> dict[str, str]:
+def fingerprints(config: RunConfig, data: RunData) -> dict[str, str]:
     """What the rows of a run follow from, causes first: another corpus gives another tokenizer and other rows."""
+    fusion = config.fusion()
     return {
         "corpus_fingerprint": data.corpus.fingerprint,
         "tokenizer_fingerprint": data.tokenizer.fingerprint,
         "data_fingerprint": data.train.fingerprint,
+        "pictures_fingerprint": "none" if data.vision is None else data.vision.fingerprint,
+        "fusion_fingerprint": "none" if fusion is None else fusion.description,
     }
 
 
@@ -134,11 +137,15 @@ def check_same_run(saved: Mapping[str, Any], config: RunConfig, data: RunData) -
             f"cannot resume with a different configuration: {'; '.join(fatal)} (checkpoint -> now); "
             "use the values of the checkpoint, or start a new run"
         )
-    for name, ours in fingerprints(data).items():
+    for name, ours in fingerprints(config, data).items():
         theirs = saved.get(name, ours)  # checkpoints did not always name their corpus
         if theirs != ours:
             kind = name.removesuffix("_fingerprint")
-            named = f"corpus (data.corpus.source={config.data.corpus.source!r})" if kind == "corpus" else kind
+            named = {
+                "corpus": f"corpus (data.corpus.source={config.data.corpus.source!r})",
+                "pictures": "pictures (data.vision)",
+                "fusion": "rows that hold pictures (data.vision.fusion, or the number of steps it is a part of)",
+            }.get(kind, kind)
             raise RunError(
                 f"cannot resume: the {kind} fingerprint is {ours[:12]!r} but the checkpoint was trained with "
                 f"{theirs[:12]!r}: the {named} changed since; restore it, or start a new run"

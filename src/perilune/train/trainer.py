@@ -20,25 +20,31 @@ from typing import Any
 
 import torch
 
+from perilune.data import Fusion
 from perilune.data.packing import PackedDataset
 from perilune.data.probes import ProbeRows
 from perilune.model import Decoder, SamplingConfig
 from perilune.model.linear import RMSNorm, SwiGLU
 from perilune.optim import MuonClip
 from perilune.train import checkpoint, random_state, ranks, run_folder, sinks
-from perilune.train.batches import MicroBatch, RunData, micro_batches, open_data
+from perilune.train.batches import MicroBatch, RunData, fused_micro_batches, open_data
 from perilune.train.checkpoint import OnPhase
 from perilune.train.config_file import to_plain
+from perilune.train.decoupled import decoupled_backward
 from perilune.train.evaluate import answer_accuracy, bits_per_byte, continuations, validate
 from perilune.train.interrupt import Interrupted, StopRequest
 from perilune.train.metrics import Throughput, peak_memory_bytes
 from perilune.train.optimizer import Optimization, build_optimization
 from perilune.train.outputs import Outputs
+from perilune.train.pictures import draw_held_out, picture_records
 from perilune.train.progress import DataProgress
 from perilune.train.run_config import RunConfig
 from perilune.train.run_folder import RunError
 from perilune.train.run_lock import locked
 from perilune.train.schedule import lr_at
+
+VISION_VALID_ROWS = 32
+"""Rows with pictures in a validation: their loss varies less than that of text."""
 
 
 class TrainingStopped(RuntimeError):
@@ -66,6 +72,8 @@ class Run:
     folder: Path
     device: torch.device
     data: RunData
+    fusion: Fusion | None
+    """Which rows hold pictures; None: none of them."""
     model: Decoder
     optimization: Optimization
     position: Position
@@ -116,15 +124,15 @@ def train(
             lr_scale = lr_at(at.step, config.schedule, settings.steps)
             optimization.set_lr(lr_scale)
             batches = load_batches(run)
-            targets, text_bytes = totals(batches, run.device)
+            count = totals(batches, run.device)
 
-            loss_sum = forward_backward(model, batches, targets)
+            loss_sums = forward_backward(model, batches, count.targets, decoupled=settings.decoupled_vision)
             grad_norm = optimization.clip_gradients(settings.grad_clip)
             on_phase("step:backward")
 
             # The one wait for the device in a step: whether to take it has to be known before the weights move.
-            nats, norm = torch.stack([loss_sum, grad_norm.double()]).tolist()
-            finite = math.isfinite(nats) and math.isfinite(norm)
+            text_nats, vision_nats, norm = torch.cat([loss_sums, grad_norm.double()[None]]).tolist()
+            finite = math.isfinite(text_nats + vision_nats) and math.isfinite(norm)
             if finite:
                 clip = optimization.step()
                 imbalance = model.after_optimizer_step()
@@ -146,8 +154,7 @@ def train(
                 record = {
                     "kind": "train",
                     "step": at.step,
-                    "loss": nats / targets,
-                    "bits_per_byte": bits_per_byte(nats, text_bytes),
+                    **count.losses(text_nats, vision_nats),
                     "lr": config.optimizer.lr * lr_scale,
                     "grad_norm": norm,
                     "tokens": at.tokens,
@@ -170,6 +177,7 @@ def train(
                     write_validation(run)
                 if last:
                     write_samples(run)
+                    write_pictures(run)
                 if due(at.step, settings.checkpoint_every) or last or stopped_by:
                     saved = save_if_good(run, last=last)
                     if stopped_by and not last:
@@ -187,8 +195,9 @@ def load_batches(run: Run) -> list[MicroBatch]:
     """This rank's micro-batches of the next optimizer step."""
     settings = run.config.trainer
     return list(
-        micro_batches(
-            run.data.train,
+        fused_micro_batches(
+            run.data,
+            run.fusion,
             first_row=run.position.rows,
             rows=settings.global_batch_rows,
             micro_batch_rows=settings.micro_batch_rows,
@@ -197,23 +206,63 @@ def load_batches(run: Run) -> list[MicroBatch]:
     )
 
 
-def totals(batches: Sequence[MicroBatch], device: torch.device) -> tuple[int, int]:
-    """Valid targets of the whole global batch, and the bytes of text they stand for; over all ranks."""
-    own = [sum(batch.num_targets for batch in batches), sum(batch.num_bytes for batch in batches)]
-    if not ranks.distributed():
-        return own[0], own[1]
-    targets, text_bytes = ranks.sum_over_ranks(torch.tensor(own, device=device)).tolist()
-    return targets, text_bytes
+@dataclass(frozen=True, kw_only=True)
+class Totals:
+    """Valid targets of the whole global batch, over all ranks, and the bytes of text they stand for."""
+
+    text_targets: int
+    text_bytes: int
+    vision_targets: int
+
+    @property
+    def targets(self) -> int:
+        return self.text_targets + self.vision_targets
+
+    def losses(self, text_nats: float, vision_nats: float) -> dict[str, float]:
+        """For the record. Bits per byte are those of text rows; a step without text has the loss of its pictures."""
+        found = {"loss": text_nats / self.text_targets if self.text_targets else vision_nats / max(1, self.targets)}
+        if self.text_targets:
+            found["bits_per_byte"] = bits_per_byte(text_nats, self.text_bytes)
+        if self.vision_targets:
+            found["vision_loss"] = vision_nats / self.vision_targets
+        return found
 
 
-def forward_backward(model: Decoder, batches: Sequence[MicroBatch], num_targets: int) -> torch.Tensor:
-    """Gradients of the loss per target of the global batch into .grad; returns the summed loss in nats, float64."""
-    total = torch.zeros((), dtype=torch.float64, device=batches[0].tokens_BT.device)
+def totals(batches: Sequence[MicroBatch], device: torch.device) -> Totals:
+    own = [0, 0, 0]
     for batch in batches:
-        loss = model.loss(batch.tokens_BT, batch.targets_BT, batch.cu_seqlens)
-        (loss / max(1, num_targets)).backward()
-        total += loss.detach()
-    return ranks.sum_over_ranks(total)
+        if batch.media is None:
+            own[0] += batch.num_targets
+            own[1] += batch.num_bytes
+        else:
+            own[2] += batch.num_targets
+    if ranks.distributed():
+        own = ranks.sum_over_ranks(torch.tensor(own, device=device)).tolist()
+    return Totals(text_targets=own[0], text_bytes=own[1], vision_targets=own[2])
+
+
+def forward_backward(
+    model: Decoder, batches: Sequence[MicroBatch], num_targets: int, *, decoupled: bool = False
+) -> torch.Tensor:
+    """Gradients of the loss per target of the global batch into .grad.
+
+    Returns the summed losses in nats of text rows and of rows with pictures, float64 [2]. `decoupled` runs the vision
+    tower apart from the language model.
+    """
+    sums = torch.zeros(2, dtype=torch.float64, device=batches[0].tokens_BT.device)
+    if decoupled:
+        losses = decoupled_backward(model, batches, num_targets)
+    else:
+        losses = (backward(model, batch, num_targets) for batch in batches)
+    for batch, loss in zip(batches, losses, strict=True):
+        sums[0 if batch.media is None else 1] += loss
+    return ranks.sum_over_ranks(sums)
+
+
+def backward(model: Decoder, batch: MicroBatch, num_targets: int) -> torch.Tensor:
+    loss = model.loss(batch.tokens_BT, batch.targets_BT, batch.cu_seqlens, media=batch.media)
+    (loss / max(1, num_targets)).backward()
+    return loss.detach()
 
 
 def due(step: int, every: int) -> bool:
@@ -233,6 +282,13 @@ def introduction(run: Run) -> str:
         f"data: {_described(train)}, {config.trainer.steps * config.trainer.global_batch_rows:,} rows of "
         f"{config.data.seq_len} to train on",
     ]
+    if run.fusion is not None and config.data.vision is not None:
+        vision, rows = config.data.vision, config.trainer.steps * config.trainer.global_batch_rows
+        lines.append(
+            f"pictures: {', '.join(vision.scenes.kinds)} (asked for {', '.join(vision.tasks)}) in "
+            f"{run.fusion.vision_before(rows):,} of these rows"
+            + (f", from row {run.fusion.first_row:,} on" if run.fusion.first_row else "")
+        )
     if skipped := run.data.corpus.skipped:
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(skipped.items()))
         lines.append(f"left out of the corpus: {reasons}")
@@ -254,11 +310,16 @@ def _described(train: PackedDataset | ProbeRows) -> str:
 
 def write_validation(run: Run) -> None:
     settings = run.config.trainer
+    how = {"rows": settings.eval_rows, "micro_batch_rows": settings.micro_batch_rows, "device": run.device}
+    result: dict[str, float] = {}
     if run.data.valid is not None:
-        how = {"rows": settings.eval_rows, "micro_batch_rows": settings.micro_batch_rows, "device": run.device}
-        result = validate(run.model, run.data.valid, **how)
+        result |= validate(run.model, run.data.valid, **how)
         if isinstance(run.data.valid, ProbeRows):
             result |= answer_accuracy(run.model, run.data.valid, **how)
+    if run.data.vision_valid is not None:
+        how["rows"] = min(settings.eval_rows, VISION_VALID_ROWS)
+        result["vision_loss"] = validate(run.model, run.data.vision_valid, **how)["loss"]
+    if result:
         run.outputs.write({"kind": "valid", "step": run.position.step, **result})
     run.on_phase("step:validated")
 
@@ -271,6 +332,18 @@ def write_samples(run: Run) -> None:
     if ranks.rank() == 0:
         for prompt, text in continuations(run.model, run.data.tokenizer, settings.sample_prompts, sampling):
             run.outputs.write({"kind": "sample", "step": run.position.step, "prompt": prompt, "text": text})
+
+
+def write_pictures(run: Run) -> None:
+    """Draw held-out pictures, where the run has any."""
+    rows, vision = run.data.vision_valid, run.config.data.vision
+    if rows is None or vision is None or not vision.samples or ranks.rank() != 0:
+        return
+    drawings = draw_held_out(
+        run.model, run.data.tokenizer, rows, count=vision.samples, max_new_tokens=vision.sample_tokens
+    )
+    for record in picture_records(drawings, step=run.position.step):
+        run.outputs.write(record)
 
 
 def save_if_good(run: Run, *, last: bool) -> bool:
@@ -309,7 +382,7 @@ def save(run: Run, *, prune: bool) -> None:
         state={
             **asdict(run.position),
             "optimizer_scalars": checkpoint.optimizer_scalars(model, optimization.optimizer),
-            **run_folder.fingerprints(run.data),
+            **run_folder.fingerprints(run.config, run.data),
             "metrics_bytes": run.outputs.metrics_bytes(),
             "config": to_plain(run.config),
         },
@@ -324,11 +397,12 @@ def finish(run: Run) -> dict[str, Any]:
         return {}
     records = run.outputs.metrics.read()
     last = {kind: next((r for r in reversed(records) if r["kind"] == kind), {}) for kind in ("train", "valid")}
+    text_rows = run.position.rows if run.fusion is None else run.fusion.text_before(run.position.rows)
     summary: dict[str, Any] = {
         "run": str(run.folder),
         "steps": run.position.step,
         "tokens": run.position.tokens,
-        "epochs": run.position.rows / run.data.train.rows_per_epoch,
+        "epochs": text_rows / run.data.train.rows_per_epoch,
         "parameters": run.model.num_parameters(),
         "loss": last["train"].get("loss"),
         "bits_per_byte": last["train"].get("bits_per_byte"),
@@ -340,6 +414,9 @@ def finish(run: Run) -> dict[str, Any]:
         "samples": [{"prompt": r["prompt"], "text": r["text"]} for r in records if r["kind"] == "sample"],
         "report": None,
     }
+    if run.config.data.vision is not None:
+        summary["valid_vision_loss"] = last["valid"].get("vision_loss")
+        summary["pictures"] = next((_means_of(r) for r in reversed(records) if r["kind"] == "pictures"), None)
     if run.config.data.probe is not None:
         summary |= {f"valid_{name}": last["valid"].get(name) for name in ("accuracy", "exact_match")}
     if run.config.trainer.report:
@@ -348,6 +425,10 @@ def finish(run: Run) -> dict[str, Any]:
         summary["report"] = str(write_training_report(run.folder))
         run.outputs.say(f"report: {summary['report']}")
     return summary
+
+
+def _means_of(record: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in record.items() if name not in ("kind", "step")}
 
 
 def stopped_message(run: Run) -> str:
@@ -436,6 +517,7 @@ def prepared(
             outputs.open_files(step=position.step, metrics_bytes=metrics_bytes)
         if config.trainer.compile:
             compile_dense_parts(model)
+        held.callback(data.close)
         model.train()
         for message in messages:
             outputs.say(message)
@@ -444,6 +526,7 @@ def prepared(
             folder=folder,
             device=device,
             data=data,
+            fusion=config.fusion(),
             model=model,
             optimization=optimization,
             position=position,

@@ -1,0 +1,217 @@
+"""Hostile HTML and CSS: every case is refused by name; what passes can load nothing, even where the guard were open."""
+
+import http.server
+import re
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from perilune.data.hostile import HostileInput, RendererMissing
+from perilune.data.html_guard import clean_html
+from perilune.data.pictures import HTML_PROGRAM, draw_html, html_worker
+from perilune.data.raster import decode_png, encode_png
+from perilune.data.render_worker import RenderWorker
+
+VALID = (
+    "<!doctype html><html lang=en><head><meta charset=utf-8><title>Shop</title>"
+    "<style>body{margin:0;background:#fafafa} .card{padding:8px;border:1px solid gray} h1,.card p{color:navy}</style>"
+    '</head><body style="font-size:14px"><div class="card"><h1>Fish &amp; chips</h1><p>12 &lt; 13<br>ok</p></div>'
+    "<table><tr><th>a</th><td colspan=2>b</td></tr></table><ul><li>one</li></ul></body></html>"
+)
+
+
+def style(css: str) -> str:
+    return f"<style>{css}</style><div>x</div>"
+
+
+HOSTILE: dict[str, tuple[str, str | bytes]] = {
+    "script": ("element", "<script>alert(1)</script>"),
+    "script in upper case": ("element", "<ScRiPt>alert(1)</sCrIpT>"),
+    "image": ("element", "<img src=x onerror=alert(1)>"),
+    "svg": ("element", "<svg onload=alert(1)></svg>"),
+    "math": ("element", "<math><mtext></mtext></math>"),
+    "iframe": ("element", "<iframe srcdoc='<script>alert(1)</script>'></iframe>"),
+    "object": ("element", "<object data='file:///etc/passwd'></object>"),
+    "embed": ("element", "<embed src='x.swf'>"),
+    "link": ("element", "<link rel=stylesheet href='http://a.invalid/x.css'>"),
+    "anchor": ("element", "<a href='javascript:alert(1)'>x</a>"),
+    "form": ("element", "<form action='http://a.invalid/'></form>"),
+    "input": ("element", "<input autofocus onfocus=alert(1)>"),
+    "base": ("element", "<base href='http://a.invalid/'>"),
+    "video": ("element", "<video src='http://a.invalid/x.mp4'></video>"),
+    "template": ("element", "<template><p>x</p></template>"),
+    "noscript": ("element", "<noscript><p title='</noscript><img src=x>'></noscript>"),
+    "textarea": ("element", "<textarea></textarea><p>x</p>"),
+    "custom element": ("element", "<x-y></x-y>"),
+    "marquee": ("element", "<marquee>x</marquee>"),
+    "meta refresh": (
+        "attribute",
+        "<html><head><meta http-equiv=refresh content='0;url=http://a.invalid/'></head><body></body></html>",
+    ),
+    "meta charset utf-7": ("attribute", "<html><head><meta charset=utf-7></head><body></body></html>"),
+    "onclick": ("attribute", "<div onclick='alert(1)'>x</div>"),
+    "onload of the body": ("attribute", "<html><body onload='alert(1)'></body></html>"),
+    "id": ("attribute", "<div id=x>x</div>"),
+    "contenteditable": ("attribute", "<div contenteditable>x</div>"),
+    "duplicate attribute": ("attribute", "<div class=a class=b>x</div>"),
+    "class with markup": ("attribute", "<div class='a\"><script>'>x</div>"),
+    "href": ("url", "<div href='http://a.invalid/'>x</div>"),
+    "background address": ("url", "<html><body background='http://a.invalid/x.png'></body></html>"),
+    "url in a style attribute": ("url", "<div style='background:url(http://a.invalid/x.png)'>x</div>"),
+    "url in upper case": ("url", style("div{background:URL(//a.invalid/x)}")),
+    "import": ("css", style("@import 'http://a.invalid/x.css';")),
+    "font-face": ("css", style("@font-face{font-family:x}")),
+    "escaped url": ("css", style("div{background:\\75 rl(x)}")),
+    "comment in CSS": ("css", style("div{color:re/**/d}")),
+    "expression": ("css", style("div{width:expression(alert(1))}")),
+    "calc bomb": ("css", style("div{width:calc(1px*1e9)}")),
+    "custom property bomb": ("css", style("div{--a:lol lol;--b:x}")),
+    "image-set": ("css", style("div{background:image-set('x.png' 1x)}")),
+    "unknown property": ("css", style("div{-moz-binding:x}")),
+    "behavior": ("css", style("div{behavior:x}")),
+    "filter": ("css", style("div{filter:blur(900px)}")),
+    "fixed position": ("css", style("div{position:fixed}")),
+    "attribute selector": ("css", style("div[class^=a]{color:red}")),
+    "pseudo class": ("css", style("div:hover{color:red}")),
+    "star selector": ("css", style("*{color:red}")),
+    "unclosed rule": ("css", style("div{color:red")),
+    "important": ("css", style("div{color:red!important}")),
+    "style breakout": ("css", "<style>div{color:red}<!-- </style><div>x</div>"),
+    "huge width": ("number", "<div style='width:999999999px'>x</div>"),
+    "huge font": ("number", "<div style='font-size:4000px'>x</div>"),
+    "exponent": ("css", "<div style='width:1e9px'>x</div>"),
+    "huge span": ("number", "<table><tr><td colspan=100000>x</td></tr></table>"),
+    "comment": ("markup", "<div>x</div><!-- <script> -->"),
+    "conditional comment": ("markup", "<!--[if IE]><script></script><![endif]-->"),
+    "CDATA": ("markup", "<div><![CDATA[x]]></div>"),
+    "self-closing div": ("markup", "<div/>x"),
+    "empty": ("markup", ""),
+    "plain words": ("markup", "hello"),
+    "instruction": ("instruction", "<?xml version='1.0'?><div>x</div>"),
+    "old doctype": ("doctype", "<!DOCTYPE html PUBLIC '-//W3C//DTD HTML 4.01//EN' 'x'><div>x</div>"),
+    "late doctype": ("doctype", "<div>x</div><!doctype html>"),
+    "crossed tags": ("nesting", "<div><b>x</div></b>"),
+    "never closed": ("nesting", "<div><p>x</p>"),
+    "end tag alone": ("nesting", "<div>x</div></div>"),
+    "block inside a paragraph": ("nesting", "<p><div>x</div></p>"),
+    "cell without a table": ("nesting", "<div><td>x</td></div>"),
+    "text that a table would throw out": ("text", "<table>x<tr><td>y</td></tr></table>"),
+    "second body": ("nesting", "<html><body></body><body></body></html>"),
+    "content after the end": ("nesting", "<html><body></body></html><div>x</div>"),
+    "deep nesting": ("depth", "<div>" * 5000 + "</div>" * 5000),
+    "too many elements": ("size", "<br>" * 1001),
+    "a million bytes": ("size", "<div>" + "x" * 1_000_000 + "</div>"),
+    "too much text": ("size", "<div>" + "x" * 30_000 + "</div>"),
+    "too many rules": ("size", style("b{color:red}" * 500)),
+    "null byte": ("characters", "<div>\0</div>"),
+    "control character": ("characters", "<div>\x08</div>"),
+    "utf-16": ("encoding", "<div>x</div>".encode("utf-16")),
+    "latin-1": ("encoding", "<div>é</div>".encode("latin-1")),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_page_is_refused_by_the_rule_it_breaks(name: str) -> None:
+    rule, source = HOSTILE[name]
+    with pytest.raises(HostileInput) as refused:
+        clean_html(source, width=112, height=112)
+    assert refused.value.rule == rule, str(refused.value)
+
+
+def test_valid_page_is_written_anew_with_quotes_ends_and_escapes() -> None:
+    clean = clean_html(VALID, width=112, height=112).source
+    assert '<td colspan="2">b</td>' in clean and "<p>12 &lt; 13<br>ok</p>" in clean
+    assert "h1,.card p{color:navy}" in clean and "Shop" not in clean
+    assert '<body style="font-size:14px">' in clean
+
+
+def test_fragment_needs_no_frame() -> None:
+    assert "<body><div>x</div></body>" in clean_html("<div>x</div>", width=9, height=9).source
+
+
+ALLOWED_OUTPUT = re.compile(
+    r"<!doctype html>|</?[a-z][a-z0-9]*(?: (?:style|class|colspan|rowspan)=\"[^\"<>]*\")*>|[^<>]+"
+)
+HEAD = re.compile(r"<meta charset=\"utf-8\"><meta http-equiv=\"Content-Security-Policy\" content=\"[^\"<>]*\">")
+PIECES = st.sampled_from(
+    ["<", ">", "'", '"', "</", "<b>", "</b>", "&lt;", "&#60;script&#62;", "<!--", "url(", "{", "}", "\0", "é"]
+)
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_mutated_page_is_refused_or_holds_only_what_is_allowed(data: st.DataObject) -> None:
+    source = VALID
+    for _ in range(data.draw(st.integers(1, 4))):
+        start = data.draw(st.integers(0, len(source)))
+        end = data.draw(st.integers(start, min(len(source), start + 8)))
+        source = source[:start] + data.draw(st.one_of(PIECES, st.text(max_size=3))) + source[end:]
+    _only_what_is_allowed(source)
+
+
+@given(st.one_of(st.text(max_size=200), st.binary(max_size=200)))
+def test_random_page_is_refused_or_holds_only_what_is_allowed(source: str | bytes) -> None:
+    _only_what_is_allowed(source)
+
+
+def _only_what_is_allowed(source: str | bytes) -> None:
+    try:
+        clean = clean_html(source, width=56, height=56).source
+    except HostileInput:
+        return
+    rest, position = HEAD.sub("", clean, count=1), 0
+    while position < len(rest):
+        found = ALLOWED_OUTPUT.match(rest, position)
+        assert found is not None, rest[position : position + 80]
+        position = found.end()
+    assert "<script" not in rest and "url(" not in "".join(re.findall(r"<style>.*?</style>", rest))
+
+
+def test_missing_chromium_is_one_clear_error(tmp_path: Path) -> None:
+    with RenderWorker(program=HTML_PROGRAM, environment={"PATH": str(tmp_path)}) as worker:
+        with pytest.raises(RendererMissing, match="needs"):
+            worker.render({"html": "", "width": 9, "height": 9})
+
+
+@pytest.mark.needs_tool("chromium")
+def test_page_is_drawn_in_the_size_of_the_task() -> None:
+    pixels = draw_html(
+        '<div style="position:absolute;left:0;top:0;width:20px;height:10px;background:red"></div>', 60, 40
+    )
+    assert pixels.shape == (40, 60, 3)
+    expected = np.full((40, 60, 3), 255, dtype=np.uint8)
+    expected[:10, :20] = (255, 0, 0)
+    assert np.array_equal(pixels, expected)
+
+
+@pytest.mark.needs_tool("chromium")
+def test_browser_loads_and_runs_nothing_even_if_the_guard_were_open(tmp_path: Path) -> None:
+    picture = tmp_path / "red.png"
+    picture.write_bytes(encode_png(np.full((20, 20, 3), (255, 0, 0), dtype=np.uint8)))
+    asked: list[str] = []
+
+    class Listener(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+
+        def log_message(self, *_: object) -> None:
+            return
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Listener) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        page = (
+            f"<html><head><link rel=stylesheet href='{address}/css'></head>"
+            f"<body style='background-image:url({address}/css)'>"
+            f"<img src='file://{picture}' width=20 height=20><img src='{address}/image' alt=''>"
+            f"<iframe src='{address}/frame' style='display:none'></iframe>"
+            "<script>document.body.style.backgroundColor='red'</script></body></html>"
+        )
+        pixels = decode_png(html_worker().render({"html": page, "width": 60, "height": 40}))
+        server.shutdown()
+    assert asked == []
+    assert not (pixels == (255, 0, 0)).all(-1).any()

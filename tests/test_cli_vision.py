@@ -1,0 +1,145 @@
+"""The command line with pictures: look at one, write its source, a page of samples, and what can go wrong."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from perilune.cli import main
+from perilune.data.raster import rasterize_png
+from perilune.data.scenes import header
+
+TINY = [
+    "--data.corpus.source", "generated", "--data.corpus.num-documents", "40", "--data.vocab-size", "640",
+    "--trainer.steps", "3", "--trainer.global-batch-rows", "4", "--trainer.eval-rows", "2",
+    "--trainer.no-tensorboard", "--trainer.sample-tokens", "4", "--data.vision.samples", "2",
+    "--data.vision.sample-tokens", "6", "--data.vision.dialect-texts", "60", "--data.vision.workers", "0",
+    "--data.vision.fusion.share", "0.5", "--model.num-hidden-layers", "2",
+]  # fmt: skip
+WORDS = [
+    "--trainer.steps", "1", "--data.corpus.num-documents", "40", "--trainer.no-tensorboard",
+    "--trainer.eval-rows", "1", "--trainer.global-batch-rows", "1",
+]  # fmt: skip
+DRAWING = header(56, 56) + '<circle cx="20" cy="20" r="10" fill="red"/></svg>'
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a finished run nano, text run words, a picture and a video."""
+    folder = tmp_path_factory.mktemp("workplace")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        main(["train", "nano", "--quiet", *TINY])
+        main(["train", "micro", "--name", "words", "--quiet", *WORDS])
+    (folder / "ball.png").write_bytes(rasterize_png(DRAWING, 56, 56))
+    (folder / "frames").mkdir()
+    for number in range(5):
+        (folder / "frames" / f"{number}.png").write_bytes((folder / "ball.png").read_bytes())
+    Image.fromarray(np.zeros((300, 200, 3), dtype=np.uint8)).save(folder / "large.png")
+    (folder / "broken.png").write_bytes((folder / "ball.png").read_bytes()[:60])
+    return folder
+
+
+@pytest.fixture
+def inside(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(workplace)
+    return workplace
+
+
+def fails(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit) as stop:
+        main(list(arguments))
+    assert stop.value.code == 1
+    error = capsys.readouterr().err
+    lines = error.splitlines()
+    assert lines and all(line.startswith("perilune: ") for line in lines), error
+    return lines[-1]
+
+
+def test_the_report_shows_what_was_seen_written_and_drawn(inside: Path) -> None:
+    records = [json.loads(line) for line in (inside / "runs/nano/metrics.jsonl").read_text().splitlines()]
+    (means,) = [record for record in records if record["kind"] == "pictures"]
+    assert means["count"] == 2 and {"reward", "shuffled_reward", "parses"} <= means.keys()
+    page = (inside / "runs/nano/report.html").read_text()
+    assert "Held-out pictures" in page and "Vision loss" in page and page.count("data:image/png") >= 2
+
+
+def test_a_picture_is_answered_about_and_json_holds_the_same_text(
+    inside: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["generate", "nano", "--image", "ball.png", "--prompt", "What is it?", "--max-new-tokens", "5"]
+    main([*arguments, "--seed", "3"])
+    streamed = capsys.readouterr().out
+    main([*arguments, "--seed", "3", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert streamed == found["text"] + "\n" and len(found["tokens"]) <= 5
+    assert found["prompt"] == "What is it?"
+    main(["generate", "nano", "--image", "ball.png", "--image", "ball.png", "--prompt", "<image> or <image>?"])
+    main(["generate", "nano", "--video", "frames", "--max-new-tokens", "2"])
+    main(["generate", "nano", "--prompt", "def ", "--max-new-tokens", "2"])  # text goes on as before
+    assert "def " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("to,name", [("svg", "ball.svg"), ("html", "ball.html"), ("out/drawn.svg", "out/drawn.svg")])
+def test_a_source_that_passes_the_guard_is_written(
+    inside: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, to: str, name: str
+) -> None:
+    (inside / "out").mkdir(exist_ok=True)
+    monkeypatch.setattr("perilune.cli_generate._stream", lambda *_: iter([(1, DRAWING)]))
+    main(["generate", "nano", "--image", "ball.png", "--to", to])
+    assert capsys.readouterr().out == f"{name}: 1 tokens\n"
+    content = (inside / name).read_text()
+    assert "<circle" in content and content.startswith("<!doctype" if to == "html" else "<svg")
+
+
+@pytest.mark.parametrize("text,reason", [
+    (DRAWING.replace("<circle", "<script>alert(1)</script><circle"), "script"),
+    ("nothing like a picture", "no SVG"),
+    (DRAWING[:-6], "not written"),
+])  # fmt: skip
+def test_a_source_that_does_not_is_not_written(
+    inside: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, text: str, reason: str
+) -> None:
+    monkeypatch.setattr("perilune.cli_generate._stream", lambda *_: iter([(1, text)]))
+    assert reason in fails(capsys, "generate", "nano", "--image", "ball.png", "--to", "bad.svg")
+    assert not list(inside.glob("*bad.svg*"))
+
+
+def test_a_picture_of_another_size_is_looked_at_with_a_warning(
+    inside: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["generate", "nano", "--image", "large.png", "--max-new-tokens", "2"])
+    error = capsys.readouterr().err
+    assert "200 x 300" in error and "56 x 56" in error and "scaled down" in error
+
+
+@pytest.mark.parametrize("arguments,reason", [
+    (["words", "--image", "ball.png"], "no vision tower"),
+    (["nano", "--image", "nowhere.png"], "nowhere.png"),
+    (["nano", "--image", "broken.png"], "broken.png"),
+    (["nano", "--image", "runs/nano/config.json"], "config.json"),
+    (["nano", "--video", "out-of-sight"], "out-of-sight"),
+    (["nano", "--to", "svg"], "--image or --video"),
+    (["nano", "--image", "ball.png", "--to", "pdf"], "--to is 'pdf'"),
+    (["nano", "--image", "ball.png", "--video", "frames"], "one of them"),
+    (["nano", "--image", "ball.png", "--image", "ball.png", "--to", "svg"], "one picture"),
+    (["nano", "--image", "ball.png", "--prompt", "<image> <image>"], "<image>"),
+])  # fmt: skip
+def test_wrong_input_is_one_clear_line(
+    inside: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], reason: str
+) -> None:
+    assert reason in fails(capsys, "generate", *arguments)
+
+
+def test_view_writes_a_page_of_pictures_and_texts(inside: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["view", "nano", "--count", "3", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    page = Path(found["page"]).read_text()
+    assert found["svg"]["count"] == 3 and "Pictures as svg" in page and page.count("data:image/png") >= 3
+    main(["view", "words", "--out", "words.html"])
+    assert "Texts" in (inside / "words.html").read_text()
+    capsys.readouterr()
+    assert "--count is 0" in fails(capsys, "view", "nano", "--count", "0")
+    assert "is a folder" in fails(capsys, "view", "nano", "--out", "frames")
