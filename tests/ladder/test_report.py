@@ -110,7 +110,7 @@ def test_arms_without_a_pair_are_left_out_and_named(folder: Path):
 
 def test_one_rung_gives_a_report_without_a_fit(folder: Path):
     ladder = together()
-    write_synthetic(dataclasses.replace(ladder, rungs=ladder.rungs[:1]), folder, rho=RHO)
+    write_synthetic(ladder.with_rungs(ladder.rungs[:1]), folder, rho=RHO)
     evidence = read_evidence(ladder, folder)
     assert evidence.fit is None and any("one rung shows no slope" in note for note in evidence.notes)
     assert len(loss_plots(evidence)) == 2 and not multiplier_plots(evidence)
@@ -120,7 +120,7 @@ def test_one_rung_gives_a_report_without_a_fit(folder: Path):
 
 def test_two_rungs_take_no_floor_and_say_so(folder: Path):
     ladder = together()
-    write_synthetic(dataclasses.replace(ladder, rungs=ladder.rungs[:2]), folder, rho=RHO)
+    write_synthetic(ladder.with_rungs(ladder.rungs[:2]), folder, rho=RHO)
     evidence = read_evidence(ladder, folder)
     assert evidence.fit is not None and evidence.fit.curve.floor.value == 0.0
     assert any(note.startswith("E = 0 was taken") for note in evidence.notes)
@@ -195,5 +195,5 @@ def test_a_prediction_needs_an_interval(tmp_path: Path, monkeypatch, capsys):
     assert all(each.low is not None and each.low < each.loss for each in made.predicted)
     # A second seed of the smallest rung shows the noise as well.
     ladder = together()
-    write_synthetic(dataclasses.replace(ladder, rungs=ladder.rungs[:1], seeds=(1,)), folder, rho=RHO)
+    write_synthetic(dataclasses.replace(ladder.with_rungs(ladder.rungs[:1]), seeds=(1,)), folder, rho=RHO)
     main(["ladder", "predict", "together"])

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -104,6 +104,15 @@ class Ladder:
 
     def rung(self, name: str) -> Rung:
         return next(rung for rung in self.rungs if rung.name == name)
+
+    def with_rungs(self, rungs: Sequence[Rung]) -> Ladder:
+        """The same ladder with some of its rungs; what arms say of the others goes with them."""
+        names = {rung.name for rung in rungs}
+        arms = (
+            replace(arm, by_rung={rung: values for rung, values in arm.by_rung.items() if rung in names})
+            for arm in self.arms
+        )
+        return replace(self, rungs=tuple(rungs), arms=tuple(arms))
 
     def ordered_horizons(self) -> tuple[Horizon, ...]:
         return tuple(sorted(self.horizons, key=lambda horizon: horizon.tokens_per_parameter))
