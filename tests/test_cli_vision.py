@@ -1,6 +1,7 @@
 """The command line with pictures: look at one, write its source, a page of samples, and what can go wrong."""
 
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -82,11 +83,12 @@ def test_a_picture_is_answered_about_and_json_holds_the_same_text(
     assert "def " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("to,name", [("svg", "ball.svg"), ("html", "ball.html"), ("out/drawn.svg", "out/drawn.svg")])
+@pytest.mark.parametrize(
+    "to,name", [("svg", "ball.svg"), ("html", "ball.html"), ("out/new/drawn.svg", "out/new/drawn.svg")]
+)
 def test_a_source_that_passes_the_guard_is_written(
     inside: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, to: str, name: str
 ) -> None:
-    (inside / "out").mkdir(exist_ok=True)
     monkeypatch.setattr("perilune.cli_generate._stream", lambda *_: iter([(1, DRAWING)]))
     main(["generate", "nano", "--image", "ball.png", "--to", to])
     assert capsys.readouterr().out == f"{name}: 1 tokens\n"
@@ -105,6 +107,22 @@ def test_a_source_that_does_not_is_not_written(
     monkeypatch.setattr("perilune.cli_generate._stream", lambda *_: iter([(1, text)]))
     assert reason in fails(capsys, "generate", "nano", "--image", "ball.png", "--to", "bad.svg")
     assert not list(inside.glob("*bad.svg*"))
+
+
+def test_a_file_that_nobody_named_is_never_replaced(
+    inside: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("perilune.cli_generate._stream", lambda *_: iter([(1, DRAWING)]))
+    (inside / "large.svg").write_text("drawn by hand")
+    assert "already there" in fails(capsys, "generate", "nano", "--image", "large.png", "--to", "svg")
+    assert (inside / "large.svg").read_text() == "drawn by hand"
+    main(["generate", "nano", "--image", "large.png", "--to", "large.svg"])
+    assert "<circle" in (inside / "large.svg").read_text()
+
+
+def test_a_video_for_a_run_that_saw_none_comes_with_a_warning(inside: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["generate", "nano", "--video", "frames", "--max-new-tokens", "1"])
+    assert "no videos in training" in capsys.readouterr().err
 
 
 def test_a_picture_of_another_size_is_looked_at_with_a_warning(
@@ -143,3 +161,24 @@ def test_view_writes_a_page_of_pictures_and_texts(inside: Path, capsys: pytest.C
     capsys.readouterr()
     assert "--count is 0" in fails(capsys, "view", "nano", "--count", "0")
     assert "is a folder" in fails(capsys, "view", "nano", "--out", "frames")
+
+
+@pytest.mark.parametrize("arguments", [
+    ["train", "nano", "--name", "unguarded", "--quiet", *TINY],
+    ["generate", "nano", "--image", "ball.png", "--to", "unguarded.svg"],
+])  # fmt: skip
+def test_without_the_parser_of_generated_sources_a_verb_names_the_extra_and_writes_nothing(
+    inside: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+) -> None:
+    monkeypatch.setattr("perilune.cli_generate._stream", lambda *_: iter([(1, DRAWING)]))
+    for name in ("defusedxml", "defusedxml.ElementTree"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert "defusedxml: pip install 'perilune[train]'" in fails(capsys, *arguments)
+    assert not (inside / "unguarded.svg").exists() and not (inside / "runs/unguarded/metrics.jsonl").exists()
+
+
+def test_patches_of_another_size_are_refused_before_anything_is_read(
+    inside: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = fails(capsys, "train", "nano", "--name", "coarse", *TINY, "--model.vision.patch-size", "16")
+    assert "model.vision.patch_size is 16, expected 14" in error

@@ -273,6 +273,12 @@ def data_verb(arguments: list[str]) -> None:
     )
     for row in found["rows"]:
         console.print(Text(f"row {row['row']}: {row['text']}"))
+    if config.data.vision is not None and config.data.has_pictures:
+        fusion, tasks = config.data.vision.fusion, ", ".join(config.data.vision.tasks)
+        console.print(
+            f"beside these rows of text, {fusion.share:.1%} of the rows hold pictures ({tasks}), made while it trains"
+            + (f", from {fusion.start:.0%} of the run on" if fusion.start else "")
+        )
     if found["skipped"]:
         console.print(f"skipped: {found['skipped']}")
 

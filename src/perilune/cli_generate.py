@@ -71,7 +71,7 @@ def generate_verb(arguments: list[str]) -> None:
     if flags.image or flags.video is not None:
         from perilune.train.run_folder import read_config
 
-        _check_sees(name, read_config(folder))
+        _check_sees(name, read_config(folder), video=flags.video is not None)
     model, tokenizer, config = load_run(folder, device=pick_device(flags.device, "--device"))
     prompt = sys.stdin.read() if flags.prompt == "-" else flags.prompt
     size = (0, 0)
@@ -117,15 +117,24 @@ def _target(flags: GenerateFlags) -> tuple[str, Path | None]:
     if form != "text" and path is None:
         seen = flags.image[0] if flags.image else flags.video or ""
         path = Path(f"{Path(seen).stem or 'picture'}.{form}")
+        if path.exists():  # a drawing by hand often lies beside the picture of it
+            raise UserError(f"{str(path)!r} is already there: --to {path} replaces it, --to other.{form} leaves it")
+    if path is not None and path.is_dir():
+        raise UserError(f"--to {flags.to!r} is a folder, expected a file: {str(path / f'picture.{form}')!r}")
     return form, path
 
 
-def _check_sees(name: str, config: "RunConfig") -> None:
+def _check_sees(name: str, config: "RunConfig", *, video: bool) -> None:
     if config.model.vision is None:
         raise UserError(
             f"the run {name!r} has no vision tower (model.vision is None): it reads text only; train one with "
             "pictures, as `perilune train nano`"
         )
+    trained = config.data.vision if config.data.has_pictures else None
+    if trained is None:
+        print(f"perilune: the run {name!r} has a vision tower but saw no pictures in training", file=sys.stderr)
+    elif video and "video" not in trained.tasks and "motion" not in trained.tasks:
+        print(f"perilune: the run {name!r} saw pictures but no videos in training; expect little", file=sys.stderr)
 
 
 def _default_prompt(form: str, config: "RunConfig", *, video: bool) -> str:
@@ -230,6 +239,7 @@ def _write(text: str, form: str, path: Path | None, size: tuple[int, int]) -> Pa
             content = clean_html(text, width=width, height=height).source
     except PictureError as error:
         raise UserError(f"what the model wrote is not written to {str(path)!r}: {error}") from error
+    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(content + "\n", encoding="utf-8")
     os.replace(partial, path)

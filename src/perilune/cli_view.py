@@ -112,10 +112,11 @@ def _drawn_section(
             own = [score_source(texts[0], samples[0])]
     except RendererMissing as missing:
         print(f"perilune: {task} is not scored: {missing}", file=sys.stderr)
+    names = ("pixel", "f1", "reward") if task == "svg" else ("pixel", "reward")  # other sources have no shapes to match
     shown = []
     for number, each in enumerate(drawings):
         drawn, problem = _drawing(each)
-        score = {} if not own else {name: getattr(own[number], name) for name in ("pixel", "f1", "reward")}
+        score = {} if not own else {name: getattr(own[number], name) for name in names}
         images = _images(each.exercise.sample)
         heading = f"{task} {number + 1}"
         shown.append(picture_row(heading, shown=images, source=each.text, drawn=drawn, problem=problem, score=score))

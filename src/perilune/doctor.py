@@ -9,7 +9,16 @@ from pathlib import Path
 from typing import Any
 
 EXTRAS = {
-    "train": ("torch", "safetensors", "tokenizers", "pillow", "zstandard", "tensorboard"),
+    "train": (
+        "torch",
+        "safetensors",
+        "tokenizers",
+        "pillow",
+        "resvg-py",
+        "defusedxml",
+        "zstandard",
+        "tensorboard",
+    ),
     "parquet": ("pyarrow",),
     "gpu": ("triton",),
     "swarm": ("aiohttp", "orjson", "pydantic", "mcp", "starlette", "uvicorn", "jsonschema", "pypdf"),

@@ -1,6 +1,7 @@
 """Work done ahead in other processes: the same answers, reasons for failures, and nobody left behind."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -45,6 +46,29 @@ def test_a_failure_is_told_when_its_number_is_asked_for():
         assert ahead.get(0)[0] == 0
         with pytest.raises(WorkerError, match="number 2 cannot be squared"):
             ahead.get(1), ahead.get(2)
+
+
+@pytest.mark.parametrize("number", [2, 3, 9])
+def test_after_a_failure_every_question_has_the_same_answer_and_none_waits(number):
+    with Ahead(Square(fails_at=1), num_workers=1) as ahead:
+        for asked in (1, number):
+            with pytest.raises(WorkerError, match="number 1 cannot be squared"):
+                ahead.get(asked)
+
+
+def test_a_worker_that_was_killed_is_told_by_its_status():
+    with Ahead(Square(), num_workers=1) as ahead:
+        os.kill(ahead.get(0)[1], signal.SIGKILL)
+        with pytest.raises(WorkerError, match=r"exit status -9\): something killed it") as told:
+            [ahead.get(number) for number in range(1, 9)]
+    assert "Warning" not in str(told.value)
+
+
+def test_what_is_jumped_over_is_not_kept():
+    """As a rank does whose rows lie between those of others."""
+    with Ahead(Square(), num_workers=2) as ahead:
+        assert [ahead.get(number)[0] for number in range(0, 40, 2)] == [number**2 for number in range(0, 40, 2)]
+        assert ahead.num_waiting <= 4
 
 
 PARENT = """

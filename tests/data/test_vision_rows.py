@@ -1,5 +1,7 @@
 """Rows with pictures: what is predicted, where documents end, and that a number alone decides a row."""
 
+import json
+import os
 from dataclasses import replace
 
 import numpy as np
@@ -129,6 +131,21 @@ def test_the_fingerprint_names_everything_a_row_depends_on(tokenizer):
         rows_of(Tokenizer.train(["other words"], 500)),
     ]
     assert len({base, *(other.fingerprint for other in others)}) == len(others) + 1
+
+
+def test_a_file_of_icons_that_changed_under_its_name_gives_another_fingerprint(tokenizer, tmp_path):
+    place = tmp_path / "icons.jsonl"
+    scenes = ScenesConfig(kinds=("icon",), icons=str(place), icon_sets=("moon",), icon_held_out_sets=("sun",))
+
+    def fingerprint(end: int, when: int) -> str:
+        given = {"licence": "", "style": "outline", "name": "stroke"}
+        svg = '<svg viewBox="0 0 24 24" fill="none" stroke="black" stroke-width="2"><path d="M4 4{}"/></svg>'
+        records = [{"source": "moon", "svg": svg.format(f"H{end}")}, {"source": "sun", "svg": svg.format("V20")}]
+        place.write_text("".join(json.dumps({**given, **record}) + "\n" for record in records))
+        os.utime(place, ns=(when, when))
+        return rows_of(tokenizer, scenes=scenes).fingerprint
+
+    assert fingerprint(20, 1) == fingerprint(20, 2) != fingerprint(12, 3)
 
 
 def test_documents_too_long_for_a_row_are_skipped_and_counted(tokenizer):

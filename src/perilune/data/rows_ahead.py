@@ -1,9 +1,9 @@
 """Work of a run that is done ahead of it, in processes of their own.
 
 `Ahead` asks `make(number)` for number = 0, 1, 2, ... of worker processes and keeps a few answers waiting. `make` is a
-pure function, so who computes what, and when, changes nothing but the time. Workers are `python -m
-perilune.data.rows_ahead`, fed through a pipe: when the run ends, also by SIGKILL, the pipe closes and they leave. They
-import no torch, and Ctrl-C does not reach them: the run decides when it has enough.
+pure function, so who computes what, and when, changes nothing but the time. Workers are processes that run `main`, fed
+through a pipe: when the run ends, also by SIGKILL, the pipe closes and they leave. They import no torch, and Ctrl-C
+does not reach them: the run decides when it has enough.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ import queue
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any, Generic, TypeVar
 
@@ -46,13 +46,19 @@ class Ahead(Generic[Answer]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @property
+    def num_waiting(self) -> int:
+        """Numbers that were asked of workers and not yet taken."""
+        return len(self._waiting)
+
     def get(self, number: int) -> Answer:
         if self._num_workers == 0:
             return self._make(number)
         if not self._workers:
             self._workers = [_Worker(self._make) for _ in range(self._num_workers)]
-        if number not in self._waiting:  # the start, or a jump: what was asked for before is of no use
-            self._forget_all()
+        # What was asked for before and jumped over is of no use, and would stay in memory.
+        self._forget([each for each in self._waiting if each < number or number not in self._waiting])
+        if number not in self._waiting:
             self._asked_up_to = number
         while self._asked_up_to < number + self._depth:
             worker = min(self._workers, key=lambda worker: worker.num_open)
@@ -61,10 +67,9 @@ class Ahead(Generic[Answer]):
             self._asked_up_to += 1
         return self._waiting.pop(number).answer(number)
 
-    def _forget_all(self) -> None:
-        for number, worker in self._waiting.items():
-            worker.answer(number)
-        self._waiting = {}
+    def _forget(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            self._waiting.pop(number).answer(number)
 
     def close(self) -> None:
         for worker in self._workers:
@@ -80,7 +85,8 @@ class _Worker:
         paths = [package_parent, *filter(None, [os.environ.get("PYTHONPATH")])]
         single = dict.fromkeys(("OMP_NUM_THREADS", "RAYON_NUM_THREADS"), "1")
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "perilune.data.rows_ahead"],
+            # Not -m: the package imports this module too, and Python would warn of that in every complaint.
+            [sys.executable, "-c", "from perilune.data.rows_ahead import main; main()"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -103,9 +109,15 @@ class _Worker:
         while number not in self._early:
             got, value, failure = self._answers.get()
             if failure is not None:
-                self._process.wait()
+                self._answers.put((got, value, failure))  # there is no other answer to whoever asks again
+                status = self._process.wait()
                 said = self._complaints.decode("utf-8", "replace").strip()[-_LATEST_MESSAGES:]
-                raise WorkerError(f"a process that prepares rows failed: {said or failure}")
+                if status < 0:  # by a signal: what it said before is not why
+                    said = (
+                        "something killed it, perhaps for want of memory; fewer data.vision.workers need less, and "
+                        f"--resume goes on from the last checkpoint{said and f'; it last said: {said}'}"
+                    )
+                raise WorkerError(f"a process that prepares rows failed (exit status {status}): {said or failure}")
             self._early[got] = value
         self.num_open -= 1
         return self._early.pop(number)
@@ -133,7 +145,9 @@ class _Worker:
             while True:
                 number, value = pickle.load(pipe)
                 self._answers.put((number, value, None))
-        except (EOFError, OSError, ValueError, pickle.UnpicklingError) as error:
+        except Exception as error:  # an answer cut off anywhere: whoever waits for it must be told
+            if not isinstance(error, EOFError):  # it lives on, and would be waited for
+                self._process.kill()
             self._answers.put((-1, None, repr(error)))
 
     def _listen(self) -> None:
@@ -159,7 +173,3 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     serve(sys.stdin.buffer, answers)
-
-
-if __name__ == "__main__":
-    main()

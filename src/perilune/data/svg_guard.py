@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from perilune.data.hostile import HostileInput, shown
+from perilune.data.hostile import HostileInput, RendererMissing, shown
 from perilune.data.svg_values import (
     Reading,
     format_number,
@@ -156,12 +156,19 @@ def decode_source(source: str | bytes, max_bytes: int) -> str:
     return text
 
 
-def _parse(text: str, target: "_Gate") -> None:
+def check_parser() -> None:
+    """RendererMissing where generated sources cannot be read at all: to be known before hours of training."""
     try:
-        from defusedxml.common import DefusedXmlException
-        from defusedxml.ElementTree import DefusedXMLParser, ParseError
+        import defusedxml.ElementTree  # noqa: F401
     except ImportError:
-        raise ImportError("reading generated SVG needs defusedxml: pip install 'perilune[train]'") from None
+        raise RendererMissing("reading generated SVG needs defusedxml: pip install 'perilune[train]'") from None
+
+
+def _parse(text: str, target: "_Gate") -> None:
+    check_parser()
+    from defusedxml.common import DefusedXmlException
+    from defusedxml.ElementTree import DefusedXMLParser, ParseError
+
     # The declaration is the one place that could name another encoding; the dialect has none.
     if text.lstrip().startswith("<?xml"):
         raise HostileInput("instruction", "an XML declaration; the source begins with <svg")

@@ -21,6 +21,7 @@ from perilune.data.media import Media, merge_media
 from perilune.data.packing import IGNORED, PackedBatch
 from perilune.data.rows_ahead import Ahead
 from perilune.data.scenes import VERSION as SCENES_VERSION
+from perilune.data.scenes import icon_pool
 from perilune.data.tokenizer import Tokenizer
 from perilune.data.vision_documents import Exercise, VisionDataConfig, VisionDocument, document, exercise
 
@@ -82,7 +83,9 @@ class VisionRows:
         config = self.config
         content = f"vision rows {VERSION} {SCENES_VERSION} {config.scenes!r} {config.tasks!r} {config.train_prompt}"
         shape = f"{self.tokenizer.fingerprint} {self.seq_len} {self.seed} {self.held_out}"
-        return hashlib.sha256(f"{content} {shape}".encode()).hexdigest()
+        # A file of icons may change under its name; without icons nothing comes from outside.
+        icons = f" {icon_pool(config.scenes)!r}" if "icon" in config.scenes.kinds else ""
+        return hashlib.sha256(f"{content} {shape}{icons}".encode()).hexdigest()
 
     def row(self, index: int) -> VisionRow:
         if index < 0:

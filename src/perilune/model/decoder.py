@@ -86,13 +86,18 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
-        """Matrices and embeddings N(0, initializer_range); gates as Kimi Delta Attention asks; queries, biases zero."""
+        """Matrices and embeddings N(0, initializer_range); gates as Kimi Delta Attention asks; queries, biases zero.
+
+        The vision tower's position grid is N(0, 1), as published: at 0.02 it is lost beside the patches (lab log).
+        """
         std = self.config.initializer_range
         for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Embedding | Router | PositionGrid):
+            if isinstance(module, nn.Linear | nn.Embedding | Router):
                 module.weight.normal_(0.0, std, generator=generator)
                 if isinstance(module, nn.Linear) and module.bias is not None:
                     module.bias.zero_()
+            elif isinstance(module, PositionGrid):
+                module.weight.normal_(generator=generator)
             elif isinstance(module, Experts):
                 module.gate_up_proj.normal_(0.0, std, generator=generator)
                 module.down_proj.normal_(0.0, std, generator=generator)

@@ -152,7 +152,7 @@ class PositionGrid(nn.Module):
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.pos_emb_height, config.pos_emb_width, config.hidden_size))
-        nn.init.normal_(self.weight, std=0.02)
+        nn.init.normal_(self.weight)
 
     def logical_matrices(self) -> Mapping[str, Layout]:
         return {"weight": Adam(weight_decay=True)}

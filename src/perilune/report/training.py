@@ -379,10 +379,9 @@ def _picture_text(scores: Mapping[str, Any]) -> str:
         return "Left what the model was shown, then the source it wrote and what that source draws."
     return (
         "Left what the model was shown, then the source it wrote and what that source draws. Of {count:.0f} held-out "
-        "pictures {parses:.0%} of the sources parse; mean pixel similarity {pixel:.3f}, shape F1 {f1:.3f}, score "
-        "{reward:.3f}. Held against other pictures the same answers score {shuffled_reward:.3f}: the difference is "
-        "what looking adds."
-    ).format(**found)
+        "pictures {parses:.0%} of the sources parse; mean pixel similarity {pixel:.3f}, {shapes}score {reward:.3f}. "
+        "Held against other pictures the same answers score {shuffled_reward:.3f}: the difference is what looking adds."
+    ).format(**found, shapes=f"shape F1 {found['f1']:.3f}, " if scores.get("task", "svg") == "svg" else "")
 
 
 def _with_mean(raw: Series) -> list[Series]:

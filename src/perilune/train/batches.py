@@ -30,6 +30,7 @@ from perilune.data import (
     train_tokenizer,
 )
 from perilune.data.probes import ProbeConfig, ProbeRows
+from perilune.data.svg_guard import check_parser
 from perilune.data.tokenizer import MIN_VOCAB_SIZE
 from perilune.data.vision_documents import dialect, dialect_fingerprint
 from perilune.model import MediaInput
@@ -90,6 +91,8 @@ def open_data(config: DataConfig, *, seed: int, progress: Progress | None = None
         vision = VisionRows(config.vision, tokenizer, seq_len=config.seq_len, seed=seed)
         vision_valid = VisionRows(config.vision, tokenizer, seq_len=config.seq_len, seed=seed, held_out=True)
         vision_valid.row(0)  # what cannot be made is refused now, and here, where the reason is plain
+        if config.vision.samples:
+            check_parser()  # for what the run draws after its last step
     return RunData(
         corpus=corpus.summary,
         tokenizer=tokenizer,

@@ -68,7 +68,7 @@ def picture_records(drawings: Sequence[Drawing], *, step: int) -> Iterator[dict[
             "drawn": drawn,
             "reason": reason,
         }
-        yield {**record, "scores": _plain(own[number])} if own else record
+        yield {**record, "scores": _plain(own[number], each.exercise.task)} if own else record
     if own:
         shuffled = {f"shuffled_{name}": value for name, value in _means(others).items() if name != "parses"}
         task = drawings[0].exercise.task
@@ -90,8 +90,9 @@ def _means(scores: Sequence[PictureScore]) -> dict[str, float]:
     return {name: fmean(float(getattr(score, name)) for score in scores) for name in SCORES} if scores else {}
 
 
-def _plain(score: PictureScore) -> dict[str, float]:
-    return {name: float(getattr(score, name)) for name in SCORES}
+def _plain(score: PictureScore, task: str) -> dict[str, float]:
+    names = SCORES if task == "svg" else [name for name in SCORES if name != "f1"]  # the shapes of others are not read
+    return {name: float(getattr(score, name)) for name in names}
 
 
 def _image(sample: Sample) -> str:
@@ -101,9 +102,10 @@ def _image(sample: Sample) -> str:
 def _drawn(drawing: Drawing) -> tuple[str | None, str | None]:
     """The drawing as PNG in base64, or the reason why there is none."""
     if drawing.exercise.task != "svg":
-        return None, None  # a page needs a browser, a video has many frames: `perilune view` shows them
+        # A page needs a browser, a video has many frames.
+        return None, "not drawn here: `perilune view` draws pages and videos"
     try:
         pixels = draw_svg(drawing.text, *drawing.exercise.sample.size)
-    except PictureError as error:
+    except (PictureError, RendererMissing) as error:
         return None, str(error)
     return base64.b64encode(encode_png(pixels)).decode(), None

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from perilune.data import Fusion
+from perilune.data.media import PATCH_SIZE
 from perilune.model import ModelConfig
 from perilune.train.batches import DataConfig
 from perilune.train.optimizer import OptimizerConfig
@@ -86,6 +87,11 @@ class RunConfig:
         if self.data.has_pictures and self.model.vision is None:
             raise ValueError(
                 "data.vision is set but model.vision is None: give the model a tower, or set data.vision.fusion.share=0"
+            )
+        if self.data.has_pictures and self.model.vision is not None and self.model.vision.patch_size != PATCH_SIZE:
+            raise ValueError(
+                f"model.vision.patch_size is {self.model.vision.patch_size!r}, expected {PATCH_SIZE}: "
+                "the rows' pictures are cut into patches of that size"
             )
         if self.model.vocab_size < self.data.vocab_size:
             raise ValueError(

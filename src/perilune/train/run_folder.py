@@ -147,10 +147,15 @@ def check_same_run(saved: Mapping[str, Any], config: RunConfig, data: RunData) -
                 "fusion": "rows that hold pictures (data.vision.fusion, or the number of steps it is a part of)",
             }.get(kind, kind)
             raise RunError(
-                f"cannot resume: the {kind} fingerprint is {ours[:12]!r} but the checkpoint was trained with "
-                f"{theirs[:12]!r}: the {named} changed since; restore it, or start a new run"
+                f"cannot resume: the {kind} fingerprint is {_short(ours)!r} but the checkpoint was trained with "
+                f"{_short(theirs)!r}: the {named} changed since; restore it, or start a new run"
             )
     return changed
+
+
+def _short(fingerprint: str) -> str:
+    """The beginning of a hash; the whole of one in words."""
+    return fingerprint if " " in fingerprint else fingerprint[:12]
 
 
 def _with_new_fields(saved: Mapping[str, Any]) -> Mapping[str, Any]:
