@@ -149,8 +149,8 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(cache, tmp_path, monke
     parts = {}
     real = trainer.build_optimization
 
-    def capture(model, settings):
-        parts["model"], parts["optimizer"] = model, (built := real(model, settings)).optimizer
+    def capture(model, settings, parallel):
+        parts["model"], parts["optimizer"] = model, (built := real(model, settings, parallel)).optimizer
         return built
 
     monkeypatch.setattr(trainer, "build_optimization", capture)
@@ -184,8 +184,8 @@ def test_statistics_of_a_skipped_step_are_forgotten(cache, tmp_path, monkeypatch
     parts = {}
     real = trainer.build_optimization
 
-    def capture(model, config):
-        parts["model"], parts["clip"] = model, (built := real(model, config)).clip
+    def capture(model, config, parallel):
+        parts["model"], parts["clip"] = model, (built := real(model, config, parallel)).clip
         return built
 
     monkeypatch.setattr(trainer, "build_optimization", capture)

@@ -24,7 +24,7 @@ from perilune.train.batches import DataConfig, RunData, micro_batches, open_data
 from perilune.train.environment import describe_environment
 from perilune.train.optimizer import build_optimization
 from perilune.train.run_folder import RunError, build_model
-from perilune.train.trainer import forward_backward
+from perilune.train.step import forward_backward
 
 FILE = "speeds.json"
 

@@ -1,15 +1,18 @@
 """From the data room to tensors: the tokenizer and token store of a run, and its micro-batches on the device.
 
 Row i of a run is a function of (corpus, tokenizer, seq_len, seed, i) alone. Optimizer step s takes the rows
-[s * global_batch_rows, (s + 1) * global_batch_rows) whatever the number of ranks: rank r of w takes the r-th of w equal
+[s * global_batch_rows, (s + 1) * global_batch_rows) whatever the number of ranks: part r of w takes the r-th of w
 slices, cut into micro-batches. A probe (data/probes) takes the place of a corpus: its rows come from no text.
 
 With pictures (data/vision_rows.py) some rows of a run hold them, by its fusion schedule. A micro-batch is of one kind,
-text or vision, so that the two losses are two numbers.
+text or vision, so that the two losses are two numbers. Rows of each kind are cut into parts by themselves, and every
+part has as many micro-batches of a kind as the longest: ranks of sharded data parallel gather every layer together, so
+each has to run what any of them runs. Where rows are lacking, the first row of the step comes again as a filler, with
+no target: it adds nothing to loss or gradients, and its attention logits are seen by the rank that has it as a row.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -29,12 +32,13 @@ from perilune.data import (
     tokenize_corpus,
     train_tokenizer,
 )
+from perilune.data.packing import IGNORED
 from perilune.data.probes import ProbeConfig, ProbeRows
 from perilune.data.svg_guard import check_parser
 from perilune.data.tokenizer import MIN_VOCAB_SIZE
 from perilune.data.vision_documents import dialect, dialect_fingerprint
 from perilune.model import MediaInput
-from perilune.train import ranks
+from perilune.train.ranks import Part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,53 +153,68 @@ class MicroBatch:
     num_bytes: int
     media: MediaInput | None = None
     """The pictures of a batch of vision rows; None: a batch of text rows."""
+    filler: bool = False
+    """Runs only because other ranks have one batch more; nothing in it counts."""
 
 
 ValidRows = ValidationSet | ProbeRows | VisionRows
 Rows = PackedDataset | ValidRows
+ALL = Part()
 
 
 def fused_micro_batches(
-    data: RunData, fusion: Fusion | None, *, first_row: int, rows: int, micro_batch_rows: int, device: torch.device
-) -> Iterator[MicroBatch]:
-    """This rank's share of the rows [first_row, first_row + rows) of a run: its text, then its pictures."""
-    if fusion is None or data.vision is None:
-        yield from micro_batches(
-            data.train, first_row=first_row, rows=rows, micro_batch_rows=micro_batch_rows, device=device
-        )
-        return
-    share = rows // ranks.world_size()
-    start = first_row + ranks.rank() * share
-    # Rows of one kind have consecutive numbers of their own.
-    for source, before in ((data.train, fusion.text_before), (data.vision, fusion.vision_before)):
-        yield from _cut(source, before(start), before(start + share), micro_batch_rows, device)
-
-
-def micro_batches(
-    rows_of: Rows,
+    data: RunData,
+    fusion: Fusion | None,
     *,
     first_row: int,
     rows: int,
     micro_batch_rows: int,
     device: torch.device,
+    part: Part = ALL,
 ) -> Iterator[MicroBatch]:
-    """This rank's share of the rows [first_row, first_row + rows), `micro_batch_rows` at a time."""
-    share = rows // ranks.world_size()
-    start = first_row + ranks.rank() * share
-    yield from _cut(rows_of, start, start + share, micro_batch_rows, device)
+    """A part of the rows [first_row, first_row + rows) of a run: its text, then its pictures."""
+    if fusion is None or data.vision is None:
+        yield from _cut(data.train, first_row, first_row + rows, micro_batch_rows, device, part)
+        return
+    # Rows of one kind have consecutive numbers of their own.
+    for source, before in ((data.train, fusion.text_before), (data.vision, fusion.vision_before)):
+        yield from _cut(source, before(first_row), before(first_row + rows), micro_batch_rows, device, part)
 
 
-def _cut(rows_of: Rows, start: int, stop: int, micro_batch_rows: int, device: torch.device) -> Iterator[MicroBatch]:
-    for first in range(start, stop, micro_batch_rows):
-        batch = rows_of.batch(first, min(micro_batch_rows, stop - first))
-        yield MicroBatch(
-            tokens_BT=_to_device(batch.tokens, device)[None],
-            targets_BT=_to_device(batch.targets, device)[None],
-            cu_seqlens=_to_device(batch.cu_seqlens, device),
-            num_targets=batch.num_targets,
-            num_bytes=batch.num_bytes,
-            media=_media(batch, device),
-        )
+def micro_batches(
+    rows_of: Rows, *, first_row: int, rows: int, micro_batch_rows: int, device: torch.device, part: Part = ALL
+) -> Iterator[MicroBatch]:
+    """A part of the rows [first_row, first_row + rows), `micro_batch_rows` at a time."""
+    yield from _cut(rows_of, first_row, first_row + rows, micro_batch_rows, device, part)
+
+
+def _cut(
+    rows_of: Rows, start: int, stop: int, micro_batch_rows: int, device: torch.device, part: Part
+) -> Iterator[MicroBatch]:
+    begin, end = part.of(start, stop)
+    longest = part.largest(start, stop)
+    for first in range(begin, begin + longest, micro_batch_rows):
+        count = min(micro_batch_rows, end - first)
+        if count > 0:
+            yield _on_device(rows_of.batch(first, count), device)
+        else:
+            yield _on_device(without_targets(rows_of.batch(start, 1)), device, filler=True)
+
+
+def without_targets(batch: PackedBatch) -> PackedBatch:
+    return replace(batch, targets=np.full_like(batch.targets, IGNORED), num_targets=0, num_bytes=0)
+
+
+def _on_device(batch: PackedBatch, device: torch.device, *, filler: bool = False) -> MicroBatch:
+    return MicroBatch(
+        tokens_BT=_to_device(batch.tokens, device)[None],
+        targets_BT=_to_device(batch.targets, device)[None],
+        cu_seqlens=_to_device(batch.cu_seqlens, device),
+        num_targets=batch.num_targets,
+        num_bytes=batch.num_bytes,
+        media=_media(batch, device),
+        filler=filler,
+    )
 
 
 def _media(batch: PackedBatch, device: torch.device) -> MediaInput | None:

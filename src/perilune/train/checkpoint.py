@@ -37,6 +37,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from perilune.optim.sharded import ShardedMuonClip
 from perilune.train import random_state, ranks
 
 PREFIX = "step_"
@@ -231,11 +232,16 @@ def damage_of(folder: Path) -> str | None:
 
 
 def load_tensors(
-    folder: Path, like: Mapping[str, torch.Tensor] | None = None, *, only_like: bool = False
+    folder: Path,
+    like: Mapping[str, torch.Tensor] | None = None,
+    *,
+    only_like: bool = False,
+    alone: bool = False,
 ) -> dict[str, torch.Tensor]:
     """The tensors of a checkpoint by name: into those of `like`, and the others (unless `only_like`) into new CPU ones.
 
-    A DTensor in `like` receives its own shard, whatever the sharding at the time of the save.
+    A DTensor in `like` receives its own shard, whatever the sharding at the time of the save. All ranks load together,
+    unless `alone`.
     """
     reader = dcp.FileSystemReader(folder)
     into = dict(like or {})
@@ -243,7 +249,7 @@ def load_tensors(
         if name not in into and not only_like:
             into[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
     with _single_process_is_intended():
-        dcp.load(into, storage_reader=reader, no_dist=not ranks.distributed())
+        dcp.load(into, storage_reader=reader, no_dist=alone or not ranks.distributed())
     return into
 
 
@@ -290,13 +296,17 @@ def restore(
     saved = _saved(dcp.FileSystemReader(folder))
     like = _fitting_model_tensors(folder, model)
     entries: dict[str, tuple[nn.Parameter, str]] = {}
+    # Distributed MuonClip keeps of some matrices only what a rank owns: it has the tensors to load into.
+    own = optimizer.checkpoint_tensors() if isinstance(optimizer, ShardedMuonClip) else {}
     for name in saved:
         if name.startswith("optimizer."):
             parameter_name, entry = name.removeprefix("optimizer.").rsplit(".", 1)
             parameter = parameters[parameter_name]
             entries[name] = (parameter, entry)
             # An entry shaped like its parameter is sharded like it; step counters and the like are plain.
-            if saved[name].size == parameter.shape:
+            if parameter_name + "." + entry in own:
+                like[name] = own[parameter_name + "." + entry]
+            elif saved[name].size == parameter.shape:
                 like[name] = torch.empty_like(parameter, dtype=saved[name].properties.dtype, requires_grad=False)
     loaded = load_tensors(folder, like)
     optimizer.state.clear()
@@ -309,8 +319,8 @@ def restore(
 
 
 def restore_model(folder: Path, model: nn.Module) -> None:
-    """Weights and buffers only."""
-    load_tensors(folder, _fitting_model_tensors(folder, model), only_like=True)
+    """Weights and buffers only, of a model that is whole; on many ranks each reads by itself."""
+    load_tensors(folder, _fitting_model_tensors(folder, model), only_like=True, alone=True)
 
 
 def _fitting_model_tensors(folder: Path, model: nn.Module) -> dict[str, torch.Tensor]:

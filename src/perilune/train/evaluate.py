@@ -15,8 +15,9 @@ from perilune.data.packing import IGNORED
 from perilune.data.probes import ProbeRows
 from perilune.data.tokenizer import Tokenizer
 from perilune.model import Decoder, SamplingConfig, generate
-from perilune.train import ranks
 from perilune.train.batches import ValidRows, micro_batches
+from perilune.train.parallel import Parallel
+from perilune.train.ranks import Part
 
 
 def bits_per_byte(nats: float, num_bytes: float) -> float:
@@ -25,24 +26,42 @@ def bits_per_byte(nats: float, num_bytes: float) -> float:
 
 @torch.no_grad()
 def validate(
-    model: Decoder, valid: ValidRows, *, rows: int, micro_batch_rows: int, device: torch.device
+    model: Decoder,
+    valid: ValidRows,
+    *,
+    rows: int,
+    micro_batch_rows: int,
+    device: torch.device,
+    parallel: Parallel | None = None,
 ) -> dict[str, float]:
-    """Loss per token and bits per byte over the first `rows` rows of the validation set (or all it has)."""
-    world = ranks.world_size()
-    # Rows past the end are all padding, so every rank can take the same number of them.
-    padded_rows = -(-min(rows, valid.num_rows) // world) * world
+    """Loss per token and bits per byte over the first `rows` rows of the validation set (or all it has).
+
+    A model that is spread over ranks (`parallel`) is asked by all of them, each with its part of the rows.
+    """
+    part = Part() if parallel is None else parallel.part
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     was_training = model.training
     model.eval()
     try:
         for batch in micro_batches(
-            valid, first_row=0, rows=padded_rows, micro_batch_rows=micro_batch_rows, device=device
+            valid,
+            first_row=0,
+            rows=min(rows, valid.num_rows),
+            micro_batch_rows=micro_batch_rows,
+            device=device,
+            part=part,
         ):
-            nats = model.loss(batch.tokens_BT, batch.targets_BT, batch.cu_seqlens, media=batch.media)
+            own = batch.tokens_BT, batch.targets_BT
+            own = own if parallel is None else parallel.own_tokens(*own)
+            nats = model.loss(*own, batch.cu_seqlens, media=batch.media)
             sums += torch.stack([nats.double(), sums.new_tensor(batch.num_targets), sums.new_tensor(batch.num_bytes)])
     finally:
         model.train(was_training)
-    nats_total, num_targets, num_bytes = ranks.sum_over_ranks(sums).tolist()
+    if parallel is not None:
+        parallel.reshard()
+        parallel.summed_by_tokens(sums[:1])
+        parallel.summed_by_rows(sums[1:])
+    nats_total, num_targets, num_bytes = sums.tolist()
     return {"loss": nats_total / max(1.0, num_targets), "bits_per_byte": bits_per_byte(nats_total, num_bytes)}
 
 
@@ -52,17 +71,14 @@ def answer_accuracy(
 ) -> dict[str, float]:
     """Share of answers that are the most likely token, and of rows in which all of them are.
 
-    Every answer is given with the right ones before it in view, as in training.
+    Every answer is given with the right ones before it in view, as in training. The model is whole: on many ranks each
+    asks its own copy about all rows.
     """
-    world = ranks.world_size()
-    padded_rows = -(-rows // world) * world
     sums = torch.zeros(4, dtype=torch.float64, device=device)
     was_training = model.training
     model.eval()
     try:
-        for batch in micro_batches(
-            valid, first_row=0, rows=padded_rows, micro_batch_rows=micro_batch_rows, device=device
-        ):
+        for batch in micro_batches(valid, first_row=0, rows=rows, micro_batch_rows=micro_batch_rows, device=device):
             asked = batch.targets_BT[0] != IGNORED
             hidden = model.hidden(batch.tokens_BT, cu_seqlens=batch.cu_seqlens)[0, asked]
             right = model.logits(hidden).argmax(-1) == batch.targets_BT[0, asked]
@@ -72,7 +88,7 @@ def answer_accuracy(
             sums += torch.stack([torch.as_tensor(count, dtype=torch.float64, device=device) for count in counts])
     finally:
         model.train(was_training)
-    num_right, num_asked, num_whole, num_rows = ranks.sum_over_ranks(sums).tolist()
+    num_right, num_asked, num_whole, num_rows = sums.tolist()
     return {"accuracy": num_right / max(1.0, num_asked), "exact_match": num_whole / max(1.0, num_rows)}
 
 

@@ -11,6 +11,8 @@ from torch import nn
 from perilune.optim import Adam, ClipReport, MuonClip, QKClip, clip_grad_norm_
 from perilune.optim.plan import plan_parameters
 from perilune.optim.qk_clip import find_heads
+from perilune.optim.sharded import ShardedMuonClip
+from perilune.train.parallel import Parallel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +29,8 @@ class OptimizerConfig:
     orthogonalize_dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     """Of Newton-Schulz. "auto" is float16 on a GPU, bfloat16 on a processor that multiplies it in hardware, else
     float32; name one to compare machines."""
+    payload_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """In which directions and updates travel between ranks. "auto": bfloat16 on GPUs, else float32."""
     qk_clip_tau: float | None = 100.0
     """Attention logit above which QK-Clip shrinks a head; None: only record (on a GPU, upper bounds)."""
     exact_logits_above: float | None = None
@@ -45,6 +49,10 @@ class OptimizerConfig:
             raise ValueError(f"optimizer.momentum is {self.momentum!r}, expected a number in [0, 1)")
         if len(self.adam_betas) != 2 or not all(0 <= beta < 1 for beta in self.adam_betas):
             raise ValueError(f"optimizer.adam_betas is {self.adam_betas!r}, expected two numbers in [0, 1)")
+        if self.payload_dtype not in ("auto", "float32", "bfloat16"):
+            raise ValueError(
+                f'optimizer.payload_dtype is {self.payload_dtype!r}, expected "auto", "float32" or "bfloat16"'
+            )
         if self.orthogonalize_dtype not in ("auto", "float32", "float16", "bfloat16"):
             raise ValueError(
                 f"optimizer.orthogonalize_dtype is {self.orthogonalize_dtype!r}, expected "
@@ -108,7 +116,8 @@ def nothing_seen() -> ClipReport:
     )
 
 
-def build_optimization(model: nn.Module, config: OptimizerConfig) -> Optimization:
+def build_optimization(model: nn.Module, config: OptimizerConfig, parallel: Parallel | None = None) -> Optimization:
+    """On a model that is spread over ranks, Distributed MuonClip; all ranks have to build it together."""
     heads = find_heads(model)
     # An infinite threshold never clips, and the statistics are still read and reset every step.
     tau = (math.inf if config.qk_clip_tau is None else config.qk_clip_tau) if heads else None
@@ -117,19 +126,33 @@ def build_optimization(model: nn.Module, config: OptimizerConfig) -> Optimizatio
             layer.recorder.want(config.exact_logits_above)
     if config.kind == "muonclip":
         dtype = None if config.orthogonalize_dtype == "auto" else getattr(torch, config.orthogonalize_dtype)
-        optimizer = MuonClip.for_model(
-            model,
-            lr=config.lr,
-            adam_lr=config.adam_lr,
-            weight_decay=config.weight_decay,
-            momentum=config.momentum,
-            adam_betas=config.adam_betas,
-            per_head=config.per_head,
-            orthogonalize_dtype=dtype,
-            qk_clip_tau=tau,
-        )
+        options: dict[str, Any] = {
+            "lr": config.lr,
+            "adam_lr": config.adam_lr,
+            "weight_decay": config.weight_decay,
+            "momentum": config.momentum,
+            "adam_betas": config.adam_betas,
+            "per_head": config.per_head,
+            "orthogonalize_dtype": dtype,
+            "qk_clip_tau": tau,
+        }
+        if parallel is None:
+            optimizer = MuonClip.for_model(model, **options)
+        else:
+            optimizer = ShardedMuonClip.for_model(
+                model,
+                process_group=parallel.stage_group(),
+                payload_dtype=_payload_dtype(config, parallel),
+                **options,
+            )
         return Optimization(optimizer, optimizer.qk_clip)
     return Optimization(_adamw(model, config), None if tau is None else QKClip(heads, tau))
+
+
+def _payload_dtype(config: OptimizerConfig, parallel: Parallel) -> torch.dtype:
+    if config.payload_dtype == "auto":
+        return torch.bfloat16 if parallel.meshes.dense.device_type == "cuda" else torch.float32
+    return getattr(torch, config.payload_dtype)
 
 
 def _adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:

@@ -20,9 +20,11 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 
 from perilune.model import Decoder, ModelConfig
 from perilune.model.moe import Router
@@ -31,6 +33,7 @@ from perilune.train.parallel_data import shard_data
 from perilune.train.parallel_expert import split_experts
 from perilune.train.parallel_pipeline import Pipeline, Schedule, keep_stage
 from perilune.train.parallel_tensor import decoder_layers, split_tensors
+from perilune.train.ranks import Part
 from perilune.train.recompute import Recompute, recompute_layers
 
 AXES = ("dp_replicate", "dp_shard", "tp", "ep", "cp", "pp")
@@ -217,9 +220,34 @@ class Parallel:
         """With pp > 1, what takes the place of model.loss and backward."""
         return Pipeline(model=self.model, mesh=self.meshes.dense["pp"], device=device, schedule=self.config.schedule)
 
+    def summed_by_rows(self, counts: Tensor) -> Tensor:
+        """What was counted by rows, summed in place over all of them."""
+        return _summed(counts, self.row_groups())
+
+    def summed_by_tokens(self, losses: Tensor) -> Tensor:
+        """What was summed over own tokens, summed in place over all of them."""
+        return _summed(losses, self.loss_groups())
+
+    @property
+    def part(self) -> Part:
+        """Which rows of a global batch are this rank's."""
+        return Part(number=self.data_rank, count=self.num_data_ranks)
+
+    def reshard(self) -> None:
+        """Free weights that a forward pass without a backward left gathered: until then names stand for the copies."""
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
     def own_tokens(self, *rows_BT: Tensor) -> tuple[Tensor, ...]:
         """This rank's part of tokens and targets of a row; document borders stay those of the whole row."""
         return cut_context(rows_BT, self.meshes.tokens["cp"])
+
+
+def _summed(values: Tensor, groups: tuple[ProcessGroup, ...]) -> Tensor:
+    for group in groups:
+        dist.all_reduce(values, group=group)
+    return values
 
 
 def parallelize(model: Decoder, config: ParallelConfig, *, device_type: str, world_size: int) -> Parallel:

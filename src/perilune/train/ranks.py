@@ -1,6 +1,17 @@
-"""Who am I among the processes of this run: plain functions that answer 0 of 1 without torch.distributed."""
+"""Who am I among the processes of this run: plain functions that answer 0 of 1 without torch.distributed.
 
+    torchrun --nproc-per-node 8 --no-python perilune train RECIPE
+
+starts eight processes that find each other by their environment; `joined` makes them one world.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
 from types import TracebackType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +31,66 @@ def rank() -> int:
 
 def world_size() -> int:
     return dist.get_world_size() if distributed() else 1
+
+
+ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""What torchrun gives every process it starts."""
+
+
+def launched() -> bool:
+    """Whether this process was started as one of a world."""
+    return all(name in os.environ for name in ENVIRONMENT)
+
+
+def local_rank() -> int:
+    """Number of this process among those of its machine."""
+    return int(os.environ.get("LOCAL_RANK", "0")) if launched() else rank()
+
+
+@contextmanager
+def joined(device: str = "auto", *, timeout_s: float = 1800.0) -> Iterator[None]:
+    """The world that torchrun started, as the default process group; nothing where there is none, or one already.
+
+    Each process takes the GPU of its number. Leaving with an error does not wait for the other ranks.
+    """
+    if distributed() or not launched():
+        yield
+        return
+    on_gpu = torch.cuda.is_available() and torch.device("cuda" if device == "auto" else device).type == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(local_rank())
+    dist.init_process_group("cuda:nccl,cpu:gloo" if on_gpu else "gloo", timeout=timedelta(seconds=timeout_s))
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """The number-th of `count` equal parts of something."""
+
+    number: int = 0
+    count: int = 1
+
+    def of(self, start: int, stop: int) -> tuple[int, int]:
+        """Where this part of [start, stop) begins and ends; the first parts are one longer where they must."""
+        share, longer = divmod(stop - start, self.count)
+        begin = start + self.number * share + min(self.number, longer)
+        return begin, begin + share + (self.number < longer)
+
+    def largest(self, start: int, stop: int) -> int:
+        """Length of the longest part."""
+        return -(-(stop - start) // self.count)
+
+
+def told_by_first(value: Any) -> Any:
+    """What rank 0 has, on every rank."""
+    if not distributed():
+        return value
+    told = [value]
+    dist.broadcast_object_list(told, src=0)
+    return told[0]
 
 
 class Together:

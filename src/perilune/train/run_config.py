@@ -9,6 +9,7 @@ from perilune.data.media import PATCH_SIZE
 from perilune.model import ModelConfig
 from perilune.train.batches import DataConfig
 from perilune.train.optimizer import OptimizerConfig
+from perilune.train.parallel import ParallelConfig, ParallelError
 from perilune.train.schedule import ScheduleConfig
 
 
@@ -78,6 +79,8 @@ class RunConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """How the ranks of `torchrun` share the work; one process needs nothing of it."""
 
     def __post_init__(self) -> None:
         if not self.name or self.name.startswith(".") or "/" in self.name or "\\" in self.name:
@@ -97,6 +100,36 @@ class RunConfig:
             raise ValueError(
                 f"model.vocab_size is {self.model.vocab_size!r}, smaller than "
                 f"data.vocab_size={self.data.vocab_size!r}: make them equal"
+            )
+
+    def check_ranks(self, world_size: int) -> None:
+        """ParallelError unless this run can be spread over so many ranks."""
+        parallel = self.parallel.check(self.model, world_size)
+        assert parallel.dp_shard is not None
+        parts, rows = parallel.dp_replicate * parallel.dp_shard, self.trainer.global_batch_rows
+        if rows % parts:
+            raise ParallelError(
+                f"trainer.global_batch_rows is {rows!r}, expected a multiple of the {parts} ranks that read rows"
+            )
+        if parallel.pp > 1:
+            raise ParallelError(
+                f"parallel.pp={parallel.pp}: the training loop does not run pipelines yet (train/parallel_pipeline.py "
+                "can be called from a loop of your own); use dp_shard, tp, cp or ep"
+            )
+        if self.data.seq_len % parallel.cp:
+            raise ParallelError(
+                f"parallel.cp={parallel.cp} cannot split rows of data.seq_len={self.data.seq_len} evenly: "
+                "take a divisor of it"
+            )
+        if world_size > 1 and self.optimizer.kind != "muonclip":
+            raise ParallelError(
+                f"optimizer.kind is {self.optimizer.kind!r}, which runs on one process; on {world_size} ranks take "
+                '"muonclip"'
+            )
+        if world_size > 1 and self.trainer.decoupled_vision:
+            raise ParallelError(
+                f"trainer.decoupled_vision on {world_size} ranks: their towers would look at different numbers of "
+                "groups, and wait for each other without end; leave it off"
             )
 
     def fusion(self) -> Fusion | None:

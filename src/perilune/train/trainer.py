@@ -26,22 +26,26 @@ from perilune.data.probes import ProbeRows
 from perilune.model import Decoder, SamplingConfig
 from perilune.model.linear import RMSNorm, SwiGLU
 from perilune.optim import MuonClip
+from perilune.optim.shards import local_part
 from perilune.train import checkpoint, random_state, ranks, run_folder, sinks
-from perilune.train.batches import MicroBatch, RunData, fused_micro_batches, open_data
+from perilune.train.batches import ALL, MicroBatch, RunData, fused_micro_batches, open_data
 from perilune.train.checkpoint import OnPhase
 from perilune.train.config_file import to_plain
-from perilune.train.decoupled import decoupled_backward
-from perilune.train.evaluate import answer_accuracy, bits_per_byte, continuations, validate
+from perilune.train.evaluate import answer_accuracy, continuations, validate
+from perilune.train.gathered import MAX_PARAMETERS, whole_model
 from perilune.train.interrupt import Interrupted, StopRequest
 from perilune.train.metrics import Throughput, peak_memory_bytes
 from perilune.train.optimizer import Optimization, build_optimization
 from perilune.train.outputs import Outputs
+from perilune.train.parallel import AXES, Parallel, parallelize
 from perilune.train.pictures import draw_held_out, picture_records
 from perilune.train.progress import DataProgress
+from perilune.train.recompute import recompute_layers
 from perilune.train.run_config import RunConfig
 from perilune.train.run_folder import RunError
 from perilune.train.run_lock import locked
 from perilune.train.schedule import lr_at
+from perilune.train.step import forward_backward, totals
 
 VISION_VALID_ROWS = 32
 """Rows with pictures in a validation: their loss varies less than that of text."""
@@ -75,6 +79,8 @@ class Run:
     fusion: Fusion | None
     """Which rows hold pictures; None: none of them."""
     model: Decoder
+    parallel: Parallel | None
+    """How the model is spread over ranks; None: one process."""
     optimization: Optimization
     position: Position
     outputs: Outputs
@@ -101,6 +107,7 @@ def train(
     """
     folder = Path(runs_folder) / config.name
     with (
+        ranks.joined(config.trainer.device),
         prepared(
             config,
             folder,
@@ -124,9 +131,11 @@ def train(
             lr_scale = lr_at(at.step, config.schedule, settings.steps)
             optimization.set_lr(lr_scale)
             batches = load_batches(run)
-            count = totals(batches, run.device)
+            count = totals(batches, run.device, run.parallel)
 
-            loss_sums = forward_backward(model, batches, count.targets, decoupled=settings.decoupled_vision)
+            loss_sums = forward_backward(
+                model, batches, count.targets, decoupled=settings.decoupled_vision, parallel=run.parallel
+            )
             grad_norm = optimization.clip_gradients(settings.grad_clip)
             on_phase("step:backward")
 
@@ -202,67 +211,9 @@ def load_batches(run: Run) -> list[MicroBatch]:
             rows=settings.global_batch_rows,
             micro_batch_rows=settings.micro_batch_rows,
             device=run.device,
+            part=ALL if run.parallel is None else run.parallel.part,
         )
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Totals:
-    """Valid targets of the whole global batch, over all ranks, and the bytes of text they stand for."""
-
-    text_targets: int
-    text_bytes: int
-    vision_targets: int
-
-    @property
-    def targets(self) -> int:
-        return self.text_targets + self.vision_targets
-
-    def losses(self, text_nats: float, vision_nats: float) -> dict[str, float]:
-        """For the record. Bits per byte are those of text rows; a step without text has the loss of its pictures."""
-        found = {"loss": text_nats / self.text_targets if self.text_targets else vision_nats / max(1, self.targets)}
-        if self.text_targets:
-            found["bits_per_byte"] = bits_per_byte(text_nats, self.text_bytes)
-        if self.vision_targets:
-            found["vision_loss"] = vision_nats / self.vision_targets
-        return found
-
-
-def totals(batches: Sequence[MicroBatch], device: torch.device) -> Totals:
-    own = [0, 0, 0]
-    for batch in batches:
-        if batch.media is None:
-            own[0] += batch.num_targets
-            own[1] += batch.num_bytes
-        else:
-            own[2] += batch.num_targets
-    if ranks.distributed():
-        own = ranks.sum_over_ranks(torch.tensor(own, device=device)).tolist()
-    return Totals(text_targets=own[0], text_bytes=own[1], vision_targets=own[2])
-
-
-def forward_backward(
-    model: Decoder, batches: Sequence[MicroBatch], num_targets: int, *, decoupled: bool = False
-) -> torch.Tensor:
-    """Gradients of the loss per target of the global batch into .grad.
-
-    Returns the summed losses in nats of text rows and of rows with pictures, float64 [2]. `decoupled` runs the vision
-    tower apart from the language model.
-    """
-    sums = torch.zeros(2, dtype=torch.float64, device=batches[0].tokens_BT.device)
-    if decoupled:
-        losses = decoupled_backward(model, batches, num_targets)
-    else:
-        losses = (backward(model, batch, num_targets) for batch in batches)
-    for batch, loss in zip(batches, losses, strict=True):
-        sums[0 if batch.media is None else 1] += loss
-    return ranks.sum_over_ranks(sums)
-
-
-def backward(model: Decoder, batch: MicroBatch, num_targets: int) -> torch.Tensor:
-    loss = model.loss(batch.tokens_BT, batch.targets_BT, batch.cu_seqlens, media=batch.media)
-    (loss / max(1, num_targets)).backward()
-    return loss.detach()
 
 
 def due(step: int, every: int) -> bool:
@@ -297,6 +248,10 @@ def introduction(run: Run) -> str:
             "no validation split: the corpus holds nothing out "
             f"(data.corpus.valid_fraction={config.data.corpus.valid_fraction!r})"
         )
+    if run.parallel is not None:
+        sizes = {name: getattr(run.parallel.config, name) for name in AXES}
+        named = " ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
+        lines.append(f"ranks: {ranks.world_size()} {named}".rstrip())
     if isinstance(run.optimization.optimizer, MuonClip):
         lines.append(run.optimization.optimizer.table())
     return "\n".join(lines)
@@ -313,15 +268,25 @@ def write_validation(run: Run) -> None:
     how = {"rows": settings.eval_rows, "micro_batch_rows": settings.micro_batch_rows, "device": run.device}
     result: dict[str, float] = {}
     if run.data.valid is not None:
-        result |= validate(run.model, run.data.valid, **how)
-        if isinstance(run.data.valid, ProbeRows):
-            result |= answer_accuracy(run.model, run.data.valid, **how)
+        result |= validate(run.model, run.data.valid, **how, parallel=run.parallel)
+        if isinstance(run.data.valid, ProbeRows) and (model := whole(run, "answers to the probe")) is not None:
+            result |= answer_accuracy(model, run.data.valid, **how)
     if run.data.vision_valid is not None:
         how["rows"] = min(settings.eval_rows, VISION_VALID_ROWS)
-        result["vision_loss"] = validate(run.model, run.data.vision_valid, **how)["loss"]
+        result["vision_loss"] = validate(run.model, run.data.vision_valid, **how, parallel=run.parallel)["loss"]
     if result:
         run.outputs.write({"kind": "valid", "step": run.position.step, **result})
     run.on_phase("step:validated")
+
+
+def whole(run: Run, purpose: str) -> Decoder | None:
+    """A model that one rank can use alone; None, with a message, where it is too large to be gathered."""
+    if run.parallel is None:
+        return run.model
+    model = whole_model(run.parallel, run.device)
+    if model is None:
+        run.outputs.say(f"no {purpose}: the model has more than {MAX_PARAMETERS:,} parameters, too many for one rank")
+    return model
 
 
 def write_samples(run: Run) -> None:
@@ -329,19 +294,21 @@ def write_samples(run: Run) -> None:
     sampling = SamplingConfig(
         max_new_tokens=settings.sample_tokens, temperature=settings.sample_temperature, seed=run.config.seed
     )
-    if ranks.rank() == 0:
-        for prompt, text in continuations(run.model, run.data.tokenizer, settings.sample_prompts, sampling):
+    model = whole(run, "samples") if settings.sample_prompts else None
+    if ranks.rank() == 0 and model is not None:
+        for prompt, text in continuations(model, run.data.tokenizer, settings.sample_prompts, sampling):
             run.outputs.write({"kind": "sample", "step": run.position.step, "prompt": prompt, "text": text})
 
 
 def write_pictures(run: Run) -> None:
     """Draw held-out pictures, where the run has any."""
     rows, vision = run.data.vision_valid, run.config.data.vision
-    if rows is None or vision is None or not vision.samples or ranks.rank() != 0:
+    if rows is None or vision is None or not vision.samples:
         return
-    drawings = draw_held_out(
-        run.model, run.data.tokenizer, rows, count=vision.samples, max_new_tokens=vision.sample_tokens
-    )
+    model = whole(run, "drawings")
+    if ranks.rank() != 0 or model is None:
+        return
+    drawings = draw_held_out(model, run.data.tokenizer, rows, count=vision.samples, max_new_tokens=vision.sample_tokens)
     for record in picture_records(drawings, step=run.position.step):
         run.outputs.write(record)
 
@@ -364,7 +331,8 @@ def save_if_good(run: Run, *, last: bool) -> bool:
 
 
 def weights_are_finite(run: Run) -> bool:
-    finite = torch.stack([parameter.isfinite().all() for parameter in run.model.parameters()]).all()
+    own = (local_part(parameter) for parameter in run.model.parameters())
+    finite = torch.stack([parameter.isfinite().all() for parameter in own]).all()
     return not ranks.largest_over_ranks(int(not finite), run.device)
 
 
@@ -477,20 +445,20 @@ def prepared(
     What can fail comes first, what changes an earlier run last: a start that fails leaves it as it was.
     """
     with ranks.Together():
-        check_batch_divides(config)
+        config.check_ranks(ranks.world_size())
         run_folder.check_free(folder, resume=resume, overwrite=overwrite)
         sinks.check_installed(config.trainer)
         device = pick_device(config.trainer.device)
         random_state.seed_everything(config.seed)
-        if data is None:
-            with DataProgress(quiet=quiet or ranks.rank() != 0) as progress:
-                data = open_data(config.data, seed=config.seed, progress=progress)
+    data = data or open_in_turn(config, quiet=quiet)
+    with ranks.Together():
         model = run_folder.build_model(config, device)
         if config.start_from is not None and not resume:
             run_folder.load_weights(config.start_from, model, config)
         if initialize is not None:
             initialize(model)
-        optimization = build_optimization(model, config.optimizer)
+    parallel = spread_over_ranks(model, config, device)
+    optimization = build_optimization(model, config.optimizer, parallel)
 
     with ExitStack() as held:
         with ranks.Together():
@@ -499,7 +467,9 @@ def prepared(
                 # Again, now that nobody else can begin here.
                 run_folder.check_free(folder, resume=resume, overwrite=overwrite)
         with ranks.Together():
-            found = checkpoint.find(folder / run_folder.CHECKPOINTS) if resume else None
+            found = checkpoint.find(folder / run_folder.CHECKPOINTS) if resume and ranks.rank() == 0 else None
+        found = ranks.told_by_first(found)
+        with ranks.Together():
             changed = [] if found is None else run_folder.check_same_run(found.state, config, data)
         position, metrics_bytes, messages = Position(), 0, []
         if found is not None:
@@ -528,6 +498,7 @@ def prepared(
             data=data,
             fusion=config.fusion(),
             model=model,
+            parallel=parallel,
             optimization=optimization,
             position=position,
             outputs=outputs,
@@ -544,10 +515,24 @@ def resume_messages(config: RunConfig, position: Position, changed: Sequence[str
     return [*(f"changed since the checkpoint: {line}" for line in changed), f"resuming from step {position.step}"]
 
 
-def check_batch_divides(config: RunConfig) -> None:
-    rows, world = config.trainer.global_batch_rows, ranks.world_size()
-    if rows % world:
-        raise ValueError(f"trainer.global_batch_rows is {rows!r}, expected a multiple of the {world} ranks")
+def open_in_turn(config: RunConfig, *, quiet: bool) -> RunData:
+    """The data of a run; one rank of every machine builds what is missing in the cache, then the others read it."""
+    data, first_here = None, ranks.local_rank() == 0
+    for ours in (first_here, not first_here):
+        with ranks.Together():
+            if ours:
+                with DataProgress(quiet=quiet or ranks.rank() != 0) as progress:
+                    data = open_data(config.data, seed=config.seed, progress=progress)
+    assert data is not None
+    return data
+
+
+def spread_over_ranks(model: Decoder, config: RunConfig, device: torch.device) -> Parallel | None:
+    """Changes the model in place. One process without torch.distributed keeps it as it is."""
+    if ranks.distributed():
+        return parallelize(model, config.parallel, device_type=device.type, world_size=ranks.world_size())
+    recompute_layers(list(model.layers), config.parallel.recompute)
+    return None
 
 
 def pick_device(name: str, field: str = "trainer.device") -> torch.device:

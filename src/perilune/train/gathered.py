@@ -1,0 +1,24 @@
+"""The whole model on every rank, for what a model spread over ranks cannot do: write text, answer a probe, draw."""
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from perilune.model import Decoder
+from perilune.train.parallel import Parallel
+
+MAX_PARAMETERS = 2_000_000_000
+"""Of a model that is gathered: 8 GB in float32 beside what training needs."""
+
+
+def whole_model(parallel: Parallel, device: torch.device) -> Decoder | None:
+    """A plain copy in eval mode; None for a model too large. All ranks have to call it."""
+    spread = parallel.model
+    if spread.num_parameters() > MAX_PARAMETERS:
+        return None
+    state = {
+        name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        for name, tensor in spread.state_dict().items()
+    }
+    whole = Decoder(spread.config).to(device)
+    whole.load_state_dict(state)
+    return whole.eval()

@@ -1,0 +1,75 @@
+"""A run on several ranks is the run of one process: losses, gradient norms, validation, with experts and pictures."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from perilune.train import RunConfig
+from perilune.train.parallel import ParallelConfig
+from tests.distributed.trained_runs import clipped_heads, losses_of, trained, validations_of, worst_difference
+from tests.train.test_vision_runs import vision_run
+from tests.train.tiny_runs import MODEL, MOE, tiny_run
+
+pytestmark = pytest.mark.distributed
+
+TRAINER = {"steps": 5, "global_batch_rows": 4, "micro_batch_rows": 1, "eval_every": 0, "checkpoint_every": 0}
+OPTIMIZER = {"qk_clip_tau": 0.02}
+"""Below what the first steps see, so that heads are clipped."""
+TOLERANCE = 1e-5
+"""Of float32 losses after five steps: ranks add gradients in another order."""
+
+
+def text_run(cache: Path, **changes: Any) -> RunConfig:
+    """Every kind of layer; experts in the second."""
+    model = replace(MODEL, moe=MOE, residual="block_attnres")
+    return tiny_run(cache, model=model, trainer=TRAINER, optimizer=OPTIMIZER, **changes)
+
+
+def picture_run(cache: Path, **changes: Any) -> RunConfig:
+    """One row in four has a picture: some ranks have none in a step."""
+    return vision_run(cache, trainer=TRAINER, optimizer=OPTIMIZER, **changes)
+
+
+RUNS = {"text": text_run, "pictures": picture_run}
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def alone(cache, tmp_path_factory) -> dict[str, Path]:
+    folders = {}
+    for name, make in RUNS.items():
+        runs = tmp_path_factory.mktemp(name)
+        trained(make(cache), runs, world=None)
+        folders[name] = runs / "tiny"
+    return folders
+
+
+@pytest.mark.parametrize(
+    "kind,parallel",
+    [
+        ("text", ParallelConfig()),
+        ("text", ParallelConfig(dp_replicate=2)),
+        ("text", ParallelConfig(ep=2, recompute="full")),
+        ("text", ParallelConfig(tp=2)),
+        ("text", ParallelConfig(cp=2)),
+        ("pictures", ParallelConfig()),
+        ("pictures", ParallelConfig(dp_replicate=2)),
+    ],
+    ids=["fsdp", "ddp", "ep_recompute", "tp", "cp", "pictures_fsdp", "pictures_ddp"],
+)
+def test_a_run_on_two_ranks_has_the_losses_of_one_process(alone, cache, tmp_path, kind, parallel):
+    summary = trained(RUNS[kind](cache, parallel=parallel), tmp_path, world=2)
+    expected = losses_of(alone[kind])
+    assert len(expected) == TRAINER["steps"]
+    assert any(clipped_heads(alone[kind])), "QK-Clip has something to do"
+    assert all(vision > 0 for _, _, vision in expected) == (kind == "pictures")
+    assert clipped_heads(tmp_path / "tiny") == clipped_heads(alone[kind])
+    assert worst_difference(losses_of(tmp_path / "tiny"), expected) <= TOLERANCE
+    assert validations_of(tmp_path / "tiny") == pytest.approx(validations_of(alone[kind]), rel=TOLERANCE)
+    assert summary["samples"] and summary["steps"] == TRAINER["steps"]
