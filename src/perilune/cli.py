@@ -9,6 +9,7 @@ import difflib
 import importlib
 import io
 import json
+import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -28,6 +29,7 @@ usage: perilune <verb> [arguments]
 
   train RECIPE       pre-train a model              perilune train nano --optimizer.lr 3e-3
   train extend       go on with longer rows         perilune train extend --from nano --length 1024
+  launch RECIPE      what starts it on many GPUs    perilune launch small --nodes 4 --gpus 8 --slurm
   generate RUN       continue a prompt              perilune generate nano --prompt "import os"
                      or look at a picture           perilune generate nano --image a.png --to svg
   view RUN           a page of samples              perilune view nano --out samples.html
@@ -123,6 +125,8 @@ class TrainFlags:
     """Folder that holds runs."""
     set: tuple[str, ...] = ()
     """Fields by path with a JSON value, for what has no flag: --set 'model.moe={"num_experts": 8}'"""
+    dry_run: int | None = None
+    """Train nothing: show what memory and traffic each of so many ranks would need."""
     json: bool = False
     """Print the summary as JSON."""
     quiet: bool = False
@@ -155,19 +159,36 @@ def train_verb(arguments: list[str]) -> None:
         rest,
     )
 
+    if flags.dry_run is not None:
+        from perilune.cli_launch import show_dry_run
+
+        show_dry_run(config, flags.dry_run, as_json=flags.json)
+        return
     summary = train(
         config,
         runs_folder=runs,
-        resume=flags.resume,
+        resume=flags.resume or _goes_on(Path(runs) / config.name, overwrite=flags.overwrite),
         overwrite=flags.overwrite,
         quiet=flags.quiet or flags.json,
     )
+    if not summary:
+        return  # one of many ranks: the first one speaks
     if flags.json:
         _print_json(summary)
         return
     for sample in summary.get("samples", []):
         print(f"\n--- sample\n{sample['prompt']}{sample['text']}")
     print(f"\n{_summary_line(summary)}")
+
+
+def _goes_on(folder: Path, *, overwrite: bool) -> bool:
+    """Whether torchrun started this process again after a rank failed, in a run that has begun."""
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" or not (folder / "config.json").exists():
+        return False
+    if overwrite:
+        raise UserError(f"a rank failed and torchrun started again: continue {str(folder)!r} with --resume, "
+                        "not with --overwrite")  # fmt: skip
+    return True
 
 
 def _train_default(name: str, flags: TrainFlags) -> tuple["RunConfig", str]:
@@ -449,6 +470,7 @@ def doctor_verb(arguments: list[str]) -> None:
 
 VERBS: dict[str, Callable[[list[str]], None]] = {
     "train": train_verb,
+    "launch": _verb_of("launch"),
     "generate": _verb_of("generate"),
     "view": _verb_of("view"),
     "data": data_verb,

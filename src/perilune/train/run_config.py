@@ -107,9 +107,10 @@ class RunConfig:
         parallel = self.parallel.check(self.model, world_size)
         assert parallel.dp_shard is not None
         parts, rows = parallel.dp_replicate * parallel.dp_shard, self.trainer.global_batch_rows
-        if rows % parts:
+        if rows < parts:
             raise ParallelError(
-                f"trainer.global_batch_rows is {rows!r}, expected a multiple of the {parts} ranks that read rows"
+                f"trainer.global_batch_rows is {rows!r}, expected a row for each of the {parts} ranks that read rows: "
+                "raise it, or start fewer ranks"
             )
         if parallel.pp > 1:
             raise ParallelError(
