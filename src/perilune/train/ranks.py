@@ -60,10 +60,8 @@ def joined(device: str = "auto", *, timeout_s: float = 1800.0) -> Iterator[None]
     if on_gpu:
         torch.cuda.set_device(local_rank())
     dist.init_process_group("cuda:nccl,cpu:gloo" if on_gpu else "gloo", timeout=timedelta(seconds=timeout_s))
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+    yield  # after an error, destroying the group could wait for ranks that do not come: the end of the process does it
+    dist.destroy_process_group()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,6 +37,8 @@ class TrainerConfig:
     checkpoint_every: int = 100
     """Steps between checkpoints; 0: only after the last step."""
     keep_last: int = 2
+    hang_timeout_s: float = 1800.0
+    """On many ranks: end the run, naming the rank that others wait for, after so long without progress."""
     max_bad_steps: int = 10
     """Stop after so many steps in a row whose loss or gradient is not finite."""
 
@@ -56,6 +58,10 @@ class TrainerConfig:
         for name in ("eval_every", "checkpoint_every", "keep_last", "sample_tokens"):
             if getattr(self, name) < 0:
                 raise ValueError(f"trainer.{name} is {getattr(self, name)!r}, expected 0 or more")
+        if not 0 < self.hang_timeout_s < math.inf:
+            raise ValueError(
+                f"trainer.hang_timeout_s is {self.hang_timeout_s!r}, expected a positive number of seconds"
+            )
         if self.grad_clip is not None and not 0 < self.grad_clip < math.inf:
             raise ValueError(
                 f"trainer.grad_clip is {self.grad_clip!r}, expected a positive norm, or None for no clipping"

@@ -46,6 +46,7 @@ from perilune.train.run_folder import RunError
 from perilune.train.run_lock import locked
 from perilune.train.schedule import lr_at
 from perilune.train.step import forward_backward, totals
+from perilune.train.watchdog import Watchdog
 
 VISION_VALID_ROWS = 32
 """Rows with pictures in a validation: their loss varies less than that of text."""
@@ -119,7 +120,9 @@ def train(
             data=data,
         ) as run,
         StopRequest(run.outputs.say_stopping) as stop,
+        Watchdog(on_phase, timeout_s=config.trainer.hang_timeout_s) as reached,
     ):
+        run = replace(run, on_phase=reached)
         settings, at, outputs = config.trainer, run.position, run.outputs
         model, optimization = run.model, run.optimization
         throughput = Throughput()
@@ -127,7 +130,7 @@ def train(
         if at.step == 0:
             outputs.say(introduction(run))
         while at.step < settings.steps:
-            on_phase("step:begin")
+            reached("step:begin")
             lr_scale = lr_at(at.step, config.schedule, settings.steps)
             optimization.set_lr(lr_scale)
             batches = load_batches(run)
@@ -137,7 +140,7 @@ def train(
                 model, batches, count.targets, decoupled=settings.decoupled_vision, parallel=run.parallel
             )
             grad_norm = optimization.clip_gradients(settings.grad_clip)
-            on_phase("step:backward")
+            reached("step:backward")
 
             # The one wait for the device in a step: whether to take it has to be known before the weights move.
             text_nats, vision_nats, norm = torch.cat([loss_sums, grad_norm.double()[None]]).tolist()
@@ -151,7 +154,7 @@ def train(
                 model.discard_step_statistics()
                 at.skipped += 1
                 at.bad_in_a_row += 1
-            on_phase("step:optimizer")
+            reached("step:optimizer")
 
             at.step += 1
             at.rows += settings.global_batch_rows
@@ -176,7 +179,7 @@ def train(
                 }
                 outputs.write(record if imbalance is None else {**record, "moe_imbalance": float(imbalance)})
             outputs.progress.step(at.step)
-            on_phase("step:logged")
+            reached("step:logged")
 
             if at.bad_in_a_row >= settings.max_bad_steps or (last and not weights_are_finite(run)):
                 raise TrainingStopped(stopped_message(run))
@@ -193,6 +196,7 @@ def train(
                         outputs.say(interrupted_message(run, saved))
                         raise Interrupted(stopped_by)
 
+        reached.stop()
         return finish(run)
 
 
