@@ -163,14 +163,17 @@ def branch(config: RunConfig, *, horizon: Horizon, start: int, steps: int, warmu
 def fingerprint(*configs: RunConfig, start: ModelConfig) -> str:
     """Of everything that decides a result: the configs, and the model whose initial weights are shared.
 
-    Names, the device and how often something is written do not; what lies under the corpus' path is compared by content
-    (`Result.corpus`).
+    Names, the device, ranks and how often something is written do not; what lies under the corpus' path is compared by
+    content (`Result.corpus`).
     """
     plain = [to_plain(config) for config in configs]
     for each in plain:
-        each.pop("name")
+        for name in ("name", "parallel"):
+            each.pop(name)
+        each["optimizer"].pop("payload_dtype")
         for name in ("device", "log_every", "checkpoint_every", "micro_batch_rows", "keep_last", "max_bad_steps"):
             each["trainer"].pop(name)
+        each["trainer"].pop("hang_timeout_s")
         each["data"].pop("cache_dir")
         if each["data"]["corpus"]["source"] not in OWN_SOURCES:
             each["data"]["corpus"].pop("source")

@@ -51,9 +51,10 @@ def validate(
             device=device,
             part=part,
         ):
-            own = batch.tokens_BT, batch.targets_BT
-            own = own if parallel is None else parallel.own_tokens(*own)
-            nats = model.loss(*own, batch.cu_seqlens, media=batch.media)
+            tokens_BT, targets_BT = batch.tokens_BT, batch.targets_BT
+            if parallel is not None:
+                tokens_BT, targets_BT = parallel.own_tokens(tokens_BT, targets_BT)
+            nats = model.loss(tokens_BT, targets_BT, batch.cu_seqlens, media=batch.media)
             sums += torch.stack([nats.double(), sums.new_tensor(batch.num_targets), sums.new_tensor(batch.num_bytes)])
     finally:
         model.train(was_training)

@@ -38,6 +38,7 @@ from perilune.train.metrics import Throughput, peak_memory_bytes
 from perilune.train.optimizer import Optimization, build_optimization
 from perilune.train.outputs import Outputs
 from perilune.train.parallel import AXES, Parallel, parallelize
+from perilune.train.parallel_tensor import decoder_layers
 from perilune.train.pictures import draw_held_out, picture_records
 from perilune.train.progress import DataProgress
 from perilune.train.recompute import recompute_layers
@@ -535,7 +536,7 @@ def spread_over_ranks(model: Decoder, config: RunConfig, device: torch.device) -
     """Changes the model in place. One process without torch.distributed keeps it as it is."""
     if ranks.distributed():
         return parallelize(model, config.parallel, device_type=device.type, world_size=ranks.world_size())
-    recompute_layers(list(model.layers), config.parallel.recompute)
+    recompute_layers(decoder_layers(model), config.parallel.recompute)
     return None
 
 

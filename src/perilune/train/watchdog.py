@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
+from typing import Any
 
 import torch.distributed as dist
 
@@ -57,7 +58,7 @@ class Watchdog:
         self._phase = "start"
         self._main = threading.get_ident()
         self._done = threading.Event()
-        self._group: dist.ProcessGroup | None = None
+        self._group: Any = None
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> "Watchdog":
