@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from perilune.model import SamplingConfig, generate
-from perilune.train import RunConfig, load_run
+from perilune.train import OptimizerConfig, RunConfig, load_run
 from perilune.train.batches import open_data
 from perilune.train.evaluate import validate
 from perilune.train.parallel import ParallelConfig
@@ -55,6 +55,15 @@ def test_a_run_continues_on_another_number_of_ranks(uninterrupted, cache, tmp_pa
     folder = tmp_path / "tiny"
     assert worst_difference(losses_of(folder), losses_of(uninterrupted)) <= TOLERANCE
     assert validations_of(folder)[-1] == pytest.approx(validations_of(uninterrupted)[-1], rel=TOLERANCE)
+
+
+def test_adamw_on_two_ranks_is_adamw_on_one_and_continues_there(cache, tmp_path):
+    config = replace(the_run(cache), optimizer=OptimizerConfig(kind="adamw", lr=0.005, qk_clip_tau=0.02))
+    trained(config, tmp_path / "alone", world=None)
+    for world, steps in ((2, 3), (None, None)):
+        trained(config, tmp_path / "together", world=world, steps=steps)
+    found, expected = (losses_of(tmp_path / name / "tiny") for name in ("together", "alone"))
+    assert worst_difference(found, expected) <= TOLERANCE
 
 
 def test_the_model_of_a_larger_mesh_loads_on_one_process(cache, tmp_path):

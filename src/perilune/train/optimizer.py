@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from perilune.optim import Adam, ClipReport, MuonClip, QKClip, clip_grad_norm_
-from perilune.optim.plan import plan_parameters
+from perilune.optim.plan import PlannedParameter, plan_parameters
 from perilune.optim.qk_clip import find_heads
 from perilune.optim.sharded import ShardedMuonClip
 from perilune.train.parallel import Parallel
@@ -124,29 +124,33 @@ def build_optimization(model: nn.Module, config: OptimizerConfig, parallel: Para
     if config.exact_logits_above is not None:
         for layer in heads.values():
             layer.recorder.want(config.exact_logits_above)
-    if config.kind == "muonclip":
-        dtype = None if config.orthogonalize_dtype == "auto" else getattr(torch, config.orthogonalize_dtype)
-        options: dict[str, Any] = {
-            "lr": config.lr,
-            "adam_lr": config.adam_lr,
-            "weight_decay": config.weight_decay,
-            "momentum": config.momentum,
-            "adam_betas": config.adam_betas,
-            "per_head": config.per_head,
-            "orthogonalize_dtype": dtype,
-            "qk_clip_tau": tau,
-        }
-        if parallel is None:
-            optimizer = MuonClip.for_model(model, **options)
-        else:
-            optimizer = ShardedMuonClip.for_model(
-                model,
-                process_group=parallel.stage_group(),
-                payload_dtype=_payload_dtype(config, parallel),
-                **options,
-            )
-        return Optimization(optimizer, optimizer.qk_clip)
-    return Optimization(_adamw(model, config), None if tau is None else QKClip(heads, tau))
+    if config.kind == "adamw" and parallel is None:
+        return Optimization(_adamw(model, config), None if tau is None else QKClip(heads, tau))
+    options: dict[str, Any] = {
+        "lr": config.lr,
+        "adam_lr": config.adam_lr,
+        "weight_decay": config.weight_decay,
+        "momentum": config.momentum,
+        "adam_betas": config.adam_betas,
+        "per_head": config.per_head,
+        "orthogonalize_dtype": _dtype(config.orthogonalize_dtype),
+        "qk_clip_tau": tau,
+    }
+    if parallel is None:
+        optimizer = MuonClip.for_model(model, **options)
+    else:
+        if config.kind == "adamw":
+            # Distributed MuonClip without a matrix for Muon is AdamW over ranks, with the same names of its state.
+            everything = {entry.name: Adam(weight_decay=decays) for entry, decays in _decaying(model)}
+            options |= {"adam_lr": config.lr, "overrides": everything}
+        optimizer = ShardedMuonClip.for_model(
+            model, process_group=parallel.stage_group(), payload_dtype=_payload_dtype(config, parallel), **options
+        )
+    return Optimization(optimizer, optimizer.qk_clip)
+
+
+def _dtype(name: str) -> torch.dtype | None:
+    return None if name == "auto" else getattr(torch, name)
 
 
 def _payload_dtype(config: OptimizerConfig, parallel: Parallel) -> torch.dtype:
@@ -157,13 +161,17 @@ def _payload_dtype(config: OptimizerConfig, parallel: Parallel) -> torch.dtype:
 
 def _adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
     """AdamW over everything; matrices decay, and of the rest what MuonClip would let decay."""
-    plan = plan_parameters(model)
-    decaying = [not isinstance(entry.layout, Adam) or entry.layout.weight_decay for entry in plan]
     groups = [
         {
-            "params": [entry.parameter for entry, decays in zip(plan, decaying, strict=True) if decays is wanted],
+            "params": [entry.parameter for entry, decays in _decaying(model) if decays is wanted],
             "weight_decay": config.weight_decay if wanted else 0.0,
         }
         for wanted in (True, False)
     ]
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.adam_betas, eps=1e-8)
+
+
+def _decaying(model: nn.Module) -> list[tuple[PlannedParameter, bool]]:
+    return [
+        (entry, not isinstance(entry.layout, Adam) or entry.layout.weight_decay) for entry in plan_parameters(model)
+    ]

@@ -128,11 +128,6 @@ class RunConfig:
                 f"parallel.cp={parallel.cp} cannot split rows of data.seq_len={self.data.seq_len} evenly: "
                 "take a divisor of it"
             )
-        if world_size > 1 and self.optimizer.kind != "muonclip":
-            raise ParallelError(
-                f"optimizer.kind is {self.optimizer.kind!r}, which runs on one process; on {world_size} ranks take "
-                '"muonclip"'
-            )
         if world_size > 1 and self.trainer.decoupled_vision:
             raise ParallelError(
                 f"trainer.decoupled_vision on {world_size} ranks: their towers would look at different numbers of "
