@@ -59,7 +59,12 @@ def joined(device: str = "auto", *, timeout_s: float = 1800.0) -> Iterator[None]
     on_gpu = torch.cuda.is_available() and torch.device("cuda" if device == "auto" else device).type == "cuda"
     if on_gpu:
         torch.cuda.set_device(local_rank())
-    dist.init_process_group("cuda:nccl,cpu:gloo" if on_gpu else "gloo", timeout=timedelta(seconds=timeout_s))
+    timeout = timedelta(seconds=timeout_s)
+    store, number, count = next(iter(dist.rendezvous("env://", timeout=timeout)))
+    # torchrun keeps one store over its restarts: without a prefix ranks would read the addresses of dead processes.
+    store = dist.PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    backend = "cuda:nccl,cpu:gloo" if on_gpu else "gloo"
+    dist.init_process_group(backend, store=store, rank=number, world_size=count, timeout=timeout)
     yield  # after an error, destroying the group could wait for ranks that do not come: the end of the process does it
     dist.destroy_process_group()
 
