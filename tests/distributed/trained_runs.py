@@ -27,6 +27,12 @@ def clipped_heads(folder: Path) -> list[int]:
     return [record["clipped_heads"] for record in records if record["kind"] == "train"]
 
 
+def imbalances_of(folder: Path) -> list[float]:
+    """Load of the busiest expert over the mean one, of every step; none without experts."""
+    records = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
+    return [record["moe_imbalance"] for record in records if "moe_imbalance" in record]
+
+
 def validations_of(folder: Path) -> list[float]:
     records = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
     return [record["loss"] for record in records if record["kind"] == "valid"]
