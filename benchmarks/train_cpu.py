@@ -1,4 +1,4 @@
-"""Training `nano` on CPU: tokens per second, where the time goes, and transformers' Kimi-Linear beside it.
+"""Training `nano_text` on CPU: tokens per second, where the time goes, and transformers' Kimi-Linear beside it.
 
     python benchmarks/train_cpu.py            under half a minute on two cores
 
@@ -122,7 +122,7 @@ def part_of(event: Any) -> str:
 def main(settings: Settings) -> None:
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    config = recipe("nano")
+    config = recipe("nano_text")
     data = open_data(config.data, seed=config.seed)
     rows = config.trainer.global_batch_rows
     batches = list(micro_batches(data.train, first_row=0, rows=rows, micro_batch_rows=rows, device=torch.device("cpu")))
