@@ -153,7 +153,7 @@ def wrap_unexpected(name: str) -> Callable[..., Any]:
 
 
 def own_rows(step: int) -> Tensor:
-    return rows_of(step).chunk(dist.get_world_size())[dist.get_rank()]
+    return rows_of(step).tensor_split(dist.get_world_size())[dist.get_rank()]
 
 
 def largest_change_error(result: dict[str, Tensor], reference: dict[str, Any]) -> tuple[float, str]:

@@ -27,11 +27,6 @@ def the_run(cache: Path, **changes: Any) -> RunConfig:
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(scope="module")
 def uninterrupted(cache, tmp_path_factory) -> Path:
     runs = tmp_path_factory.mktemp("uninterrupted")
     trained(the_run(cache), runs, world=None)

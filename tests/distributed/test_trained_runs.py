@@ -49,11 +49,6 @@ RUNS = {"text": text_run, "pictures": picture_run, "uneven": uneven_run}
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(scope="module")
 def alone(cache, tmp_path_factory) -> dict[str, Path]:
     folders = {}
     for name, make in RUNS.items():
