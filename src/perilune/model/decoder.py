@@ -88,7 +88,7 @@ class Decoder(nn.Module):
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Matrices and embeddings N(0, initializer_range); gates as Kimi Delta Attention asks; queries, biases zero.
 
-        The vision tower's position grid is N(0, 1), as published: at 0.02 it is lost beside the patches (lab log).
+        The vision tower's position grid is N(0, 1), as published: it learns more from the same steps (lab log).
         """
         std = self.config.initializer_range
         for module in self.modules():
