@@ -4,12 +4,12 @@
 #   PYTHON    which Python makes .venv        (default: that of .venv, else the first of python3.13 ... python3 >= 3.11)
 #   TORCH     which torch goes into it        (default: torch==2.13.0)
 #   PIP_ARGS  more pip arguments for torch    (for example an --index-url with another build)
-#   EXTRAS    extras of the package           (default: train,swarm,scale,test)
+#   EXTRAS    extras of the package           (default: train,serve,swarm,scale,test)
 
 PYTHON   ?=
 TORCH    ?= torch==2.13.0
 PIP_ARGS ?=
-EXTRAS   ?= train,swarm,scale,test
+EXTRAS   ?= train,serve,swarm,scale,test
 DISK_GB  ?= 6
 JOBS     ?= $(shell n=$$(getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1); [ "$$n" -gt 4 ] && n=4; echo "$$n")
 
