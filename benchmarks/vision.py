@@ -13,7 +13,9 @@ intervals; text bits per byte; for the fusion arms the dip: by how much validati
 than before. Answers are kept beside it, so that pages can be scored on a machine with Chromium.
 """
 
+import fcntl
 import json
+import os
 import tempfile
 import time
 from collections.abc import Sequence
@@ -293,13 +295,19 @@ def _write_json(path: Path, value: Any) -> None:
 
 def add_row(path: Path, row: dict[str, Any]) -> None:
     """The row among the others; one of the same arm, seed and size is replaced, or completed by what is new."""
-    rows = json.loads(path.read_text()) if path.exists() else []
-    key = ("arm", "seed", "tiny")
-    same = [each for each in rows if all(each[name] == row[name] for name in key)]
-    others = [each for each in rows if each not in same]
-    if "steps" not in row and same:
-        row = {**{name: value for name, value in same[0].items() if name != "unscored"}, **row}
-    _write_json(path, sorted([*others, row], key=lambda each: (each["arm"], each["seed"], each["tiny"])))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)  # arms run side by side
+        rows = json.loads(path.read_text()) if path.exists() else []
+        key = ("arm", "seed", "tiny")
+        same = [each for each in rows if all(each[name] == row[name] for name in key)]
+        others = [each for each in rows if each not in same]
+        if "steps" not in row and same:
+            row = {**{name: value for name, value in same[0].items() if name != "unscored"}, **row}
+        _write_json(path, sorted([*others, row], key=lambda each: (each["arm"], each["seed"], each["tiny"])))
+    finally:
+        os.close(folder)
 
 
 def main(settings: Settings) -> None:

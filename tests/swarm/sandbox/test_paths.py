@@ -189,16 +189,22 @@ def test_a_file_with_a_second_name_is_read_but_never_written(root: Path, way: st
 
 
 def test_descriptors_are_not_inherited_nor_left_open(root: Path, way: str) -> None:
-    before = os.listdir("/proc/self/fd")
     folder = os.open(root, os.O_RDONLY)
     descriptor = open_beneath(folder, "file.txt", os.O_RDONLY)
     assert not os.get_inheritable(descriptor)
+    assert _open_beneath(root) == {str(root), str(root / "file.txt")}
     os.close(descriptor)
     for name in traversals(root):
         with suppress(*REFUSALS):
             os.close(open_beneath(folder, name, os.O_RDONLY))
     os.close(folder)
-    assert sorted(os.listdir("/proc/self/fd")) == sorted(before)
+    assert _open_beneath(root.parent) == set()
+
+
+def _open_beneath(folder: Path) -> set[str]:
+    """What this process holds open there; what others of its threads hold is not counted."""
+    names = {os.path.realpath(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")}
+    return {name for name in names if name == str(folder) or name.startswith(f"{folder}/")}
 
 
 def test_links_put_in_place_while_names_are_opened_lead_nowhere(root: Path, way: str) -> None:
