@@ -6,8 +6,8 @@
 Arms: hybrid (KDA to MLA 3:1), mla (no positions), mla_rope (rotary positions, extended by YaRN), kda. All are the rung
 of width 256 of the ladder, on the same rows in the same order. An arm trains for about `--seconds` (steps follow from a
 short measurement), is extended by recipes/extend.py, and writes two rows to benchmarks/results/long_context.json, of
-before and after the extension: loss by position, and how often the value of a key is found in a long text, with one key and
-with several. A length that does not fit into memory is written down as such.
+before and after the extension: loss by position, and how often the value of a key is found in a long text, with one key
+and with several. A length that does not fit into memory is written down as such.
 
 Records of the corpus need the fields `split` and `domain`: neighbours of one domain are joined into long documents.
 """
