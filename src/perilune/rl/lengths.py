@@ -76,8 +76,8 @@ class Toggle:
         """The rewards of one group as the phase counts them; right answers teach the budget first."""
         if not len(rewards) == len(lengths) == len(right):
             raise ValueError(
-                f"a group has {len(rewards)} rewards, {len(lengths)} lengths and {len(right)} verdicts: expected as many "
-                "of each"
+                f"a group has {len(rewards)} rewards, {len(lengths)} lengths and {len(right)} verdicts: "
+                "expected as many of each"
             )
         self._learn(prompt, [length for length, is_right in zip(lengths, right) if is_right])
         budget = self.budgets.get(prompt)
