@@ -28,14 +28,16 @@ def start(
     runs_folder: Path,
     *,
     kill_at: int | None = None,
+    kill_in: tuple[str, int] | None = None,
     kill_after_bytes: int | None = None,
     phases_to: Path | None = None,
 ) -> BaseProcess:
-    """Begin or continue the run; `kill_at` counts the phases the trainer reports from its start.
+    """Begin or continue the run; `kill_at` counts the phases the trainer reports from its start, `kill_in` those of
+    one name. Saves report theirs while training goes on.
 
     `kill_after_bytes` counts what DCP itself has written to its files: the kill comes in the middle of one.
     """
-    process = forks.Process(target=_run, args=(config, runs_folder, kill_at, kill_after_bytes, phases_to))
+    process = forks.Process(target=_run, args=(config, runs_folder, kill_at, kill_in, kill_after_bytes, phases_to))
     process.start()
     return process
 
@@ -82,7 +84,12 @@ def _die_in_write(last_byte: int) -> None:
 
 
 def _run(
-    config: RunConfig, runs_folder: Path, kill_at: int | None, kill_after_bytes: int | None, phases_to: Path | None
+    config: RunConfig,
+    runs_folder: Path,
+    kill_at: int | None,
+    kill_in: tuple[str, int] | None,
+    kill_after_bytes: int | None,
+    phases_to: Path | None,
 ) -> None:
     torch.set_num_threads(1)
     if kill_after_bytes is not None:
@@ -93,6 +100,8 @@ def _run(
         if len(reached) == kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
         reached.append(phase)
+        if kill_in == (phase, reached.count(phase)):
+            os.kill(os.getpid(), signal.SIGKILL)
 
     resume = (runs_folder / config.name / CONFIG).exists()
     train(config, runs_folder=runs_folder, resume=resume, quiet=True, on_phase=on_phase)

@@ -85,8 +85,9 @@ def test_the_reference_run_reports_every_phase_of_a_save(reference):
 
 @pytest.mark.parametrize("phase", ["begin", "tensors", "manifest", "renamed", "pointer_written", "latest"])
 def test_killed_inside_the_second_save_and_resumed_equals_uninterrupted(reference, tmp_path, phase):
-    second = [index for index, name in enumerate(reference.phases) if name == f"save:{phase}"][1]
-    kill_then_finish(reference, tmp_path, [second])
+    config = tiny_run(reference.cache, **MOE_MODEL)
+    assert killable_runs.finish(config, tmp_path, kill_in=(f"save:{phase}", 2)) == -9
+    kill_then_finish(reference, tmp_path, [])
 
 
 @settings(max_examples=12)

@@ -11,7 +11,17 @@ import pytest
 import torch
 
 from perilune.optim import MuonClip
-from perilune.train import CheckpointError, Interrupted, RunError, TrainingStopped, checkpoint, load_run, train, trainer
+from perilune.train import (
+    CheckpointError,
+    Interrupted,
+    RunError,
+    TrainingStopped,
+    checkpoint,
+    load_run,
+    preparation,
+    train,
+    trainer,
+)
 from perilune.train.config_file import from_plain, to_plain
 from perilune.train.metrics import TIMING_FIELDS
 from perilune.train.optimizer import Optimization
@@ -147,13 +157,13 @@ def break_steps(monkeypatch, broken, how):
 @pytest.mark.parametrize("how", ["loss", "gradient"])
 def test_a_step_that_is_not_finite_is_skipped_and_counted(cache, tmp_path, monkeypatch, how):
     parts = {}
-    real = trainer.build_optimization
+    real = preparation.build_optimization
 
     def capture(model, settings, parallel):
         parts["model"], parts["optimizer"] = model, (built := real(model, settings, parallel)).optimizer
         return built
 
-    monkeypatch.setattr(trainer, "build_optimization", capture)
+    monkeypatch.setattr(preparation, "build_optimization", capture)
     config = tiny_run(cache, model={"moe": MOE}, optimizer={"weight_decay": 0.5}, trainer={"checkpoint_every": 1})
     with started(replace(config, name="initial"), tmp_path) as run:
         before = {name: value.clone() for name, value in run.model.state_dict().items()}
@@ -182,13 +192,13 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(cache, tmp_path, monke
 
 def test_statistics_of_a_skipped_step_are_forgotten(cache, tmp_path, monkeypatch):
     parts = {}
-    real = trainer.build_optimization
+    real = preparation.build_optimization
 
     def capture(model, config, parallel):
         parts["model"], parts["clip"] = model, (built := real(model, config, parallel)).clip
         return built
 
-    monkeypatch.setattr(trainer, "build_optimization", capture)
+    monkeypatch.setattr(preparation, "build_optimization", capture)
     seen = []
 
     def on_phase(phase):
@@ -386,14 +396,14 @@ def test_resume_refuses_another_fingerprint(cache, tmp_path, monkeypatch, what):
         # Another tokenizer and other rows follow from other documents; the cause is what is named.
         config = replace(config, data=other)
     else:
-        real = trainer.open_data
+        real = preparation.open_data
 
         def edited(data, *, seed, progress):
             opened, from_other = real(data, seed=seed), real(other, seed=seed)
             part = {"tokenizer": {"tokenizer": from_other.tokenizer}, "data": {"train": from_other.train}}[what]
             return replace(opened, **part)
 
-        monkeypatch.setattr(trainer, "open_data", edited)
+        monkeypatch.setattr(preparation, "open_data", edited)
     with pytest.raises(RunError, match=f"the {what} fingerprint is .* but the checkpoint was trained with"):
         train(config, runs_folder=tmp_path, resume=True, quiet=True)
 
@@ -436,10 +446,10 @@ def test_a_full_disk_is_one_clear_error_and_the_run_resumes(cache, tmp_path, mon
     config = tiny_run(cache)
     real = checkpoint._write_tensors
 
-    def full(folder, tensors):
+    def full(folder, tensors, group):
         if folder.name.endswith("step_00000004"):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        real(folder, tensors)
+        real(folder, tensors, group)
 
     monkeypatch.setattr(checkpoint, "_write_tensors", full)
     with pytest.raises(CheckpointError, match=r"step 4.*the disk is full"):

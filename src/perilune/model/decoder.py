@@ -23,6 +23,7 @@ from perilune.model.kda import KimiDeltaAttention
 from perilune.model.linear import Linear, RMSNorm, SwiGLU, has_hooks
 from perilune.model.mla import LatentAttention
 from perilune.model.moe import Experts, MixtureOfExperts, Router
+from perilune.model.paged import LatentPool, PagedBatch, PagedCache, StatePool
 from perilune.model.residual import AttentionResidual, ResidualScalars, Stream, attnres_stream, plain_stream
 from perilune.model.vision import MediaInput, MoonViT3D, PositionGrid, Projector, normalized
 from perilune.model.vision_grids import Grid
@@ -52,7 +53,9 @@ class DecoderLayer(nn.Module):
             self.attn_res = AttentionResidual(config.hidden_size, eps=config.rms_norm_eps)
             self.mlp_res = AttentionResidual(config.hidden_size, eps=config.rms_norm_eps)
 
-    def forward(self, stream: Stream, packing: Packing, cache: KDACache | MLACache | None = None) -> Stream:
+    def forward(
+        self, stream: Stream, packing: Packing, cache: KDACache | MLACache | LatentPool | StatePool | None = None
+    ) -> Stream:
         if self.res_scalars is not None:
             stream = stream.rescaled(self.res_scalars)
         h, stream = stream.read(self.input_layernorm)
@@ -135,6 +138,18 @@ class Decoder(nn.Module):
             cache.length += tokens_BT.shape[1]
         h, _ = stream.read(self.norm)
         return h
+
+    @torch.no_grad()
+    def step(self, batch: PagedBatch, cache: PagedCache, *, media: MediaInput | None = None) -> Tensor:
+        """Hidden states [wanted rows, hidden] of one step of many sequences over pools (paged.py), which move on.
+
+        `media` holds features and their rows in the step.
+        """
+        stream = self._open(self._with_media(self._embedded(batch.tokens), media))
+        for layer, pool in zip(self.layers, cache.layers, strict=True):
+            stream = layer(stream, batch, pool)
+        h, _ = stream.read(self.norm)
+        return h[0] if batch.wanted is None else h[0].index_select(0, batch.wanted)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """In at least float32, whatever the compute dtype."""

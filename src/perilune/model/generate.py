@@ -1,13 +1,16 @@
-"""Decoding without a server: prefill, then one token at a time through the cache, as a stream of token ids."""
+"""Decoding without a server: prefill, then one token at a time through the cache, as a stream of token ids.
+
+Token number n is drawn as model/sampling.py says with uniform(seed, n), so the serving engine gives the same tokens.
+"""
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from perilune.model.decoder import Decoder
+from perilune.model.sampling import FINE, PROBLEMS, Settings, draw, uniform
 from perilune.model.vision import MediaInput
 
 
@@ -19,6 +22,8 @@ class SamplingConfig:
     top_p: float = 0.95
     top_k: int = 0
     """Keep the k most likely tokens; 0 keeps all."""
+    min_p: float = 0.0
+    """Keep tokens at least so likely as this share of the most likely; 0 keeps all."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -30,6 +35,8 @@ class SamplingConfig:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p!r}")
         if self.top_k < 0:
             raise ValueError(f"top_k must be >= 0 (0 keeps all), got {self.top_k!r}")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p must be in [0, 1], got {self.min_p!r}")
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed must be in [0, 2**63), got {self.seed!r}")
 
@@ -65,15 +72,17 @@ def generate(
     model.eval()
     try:
         device = model.embed_tokens.weight.device
-        generator = torch.Generator(device="cpu").manual_seed(sampling.seed)
         banned = torch.tensor(list(forbidden), dtype=torch.long)
         cache = model.new_cache()
         feed, shown = tokens, None if media is None else media.to(device)
-        for _ in range(sampling.max_new_tokens):
+        for index in range(sampling.max_new_tokens):
             hidden = model.hidden(torch.tensor([feed], device=device), cache=cache, media=shown)
-            logits = model.logits(hidden[0, -1]).float().cpu()
-            logits[banned] = float("-inf")
-            token = pick(logits, sampling, generator)
+            logits = model.logits(hidden[:, -1]).double().cpu()
+            logits[:, banned] = float("-inf")
+            ids, problems = draw(logits, _settings(sampling, index))
+            token, problem = int(ids[0]), int(problems[0])
+            if problem != FINE:
+                raise ValueError(f"token {index} after the prompt cannot be sampled: {PROBLEMS[problem]}")
             if token in stop:
                 return
             yield token
@@ -82,15 +91,12 @@ def generate(
         model.train(was_training)
 
 
-def pick(logits_V: Tensor, sampling: SamplingConfig, generator: torch.Generator) -> int:
-    """One sample from softmax(logits / temperature) cut to top-k and the smallest set of mass top-p."""
-    if sampling.temperature == 0:
-        return int(logits_V.argmax())
-    # Relative to the largest first: a tiny temperature must make the others -inf, not the largest inf.
-    logits_V = (logits_V - logits_V.max()) / sampling.temperature
-    if 0 < sampling.top_k < logits_V.numel():
-        logits_V = logits_V.masked_fill(logits_V < logits_V.topk(sampling.top_k).values[-1], float("-inf"))
-    probabilities, order = logits_V.softmax(-1).sort(descending=True)
-    before = probabilities.cumsum(-1) - probabilities
-    probabilities[before >= sampling.top_p] = 0.0
-    return int(order[torch.multinomial(probabilities, 1, generator=generator)])
+def _settings(sampling: SamplingConfig, index: int) -> Settings:
+    """Those of a batch of one row."""
+    return Settings(
+        temperature=[sampling.temperature],
+        top_k=[sampling.top_k],
+        top_p=[sampling.top_p],
+        min_p=[sampling.min_p],
+        uniform=[uniform(sampling.seed, index)],
+    )

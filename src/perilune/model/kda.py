@@ -22,12 +22,14 @@ from torch import Tensor, nn
 
 from perilune.kernels.gated_norm import gated_rms_norm
 from perilune.kernels.kda import BoundedGate, SoftplusGate, kda, kda_step
+from perilune.kernels.kda.decode import kda_decode
 from perilune.kernels.short_conv import short_conv, short_conv_step
 from perilune.kernels.triton_support import why_not_triton
 from perilune.model.cache import KDACache
 from perilune.model.documents import Packing
 from perilune.model.kda_inputs import KDAInputs, kda_inputs
 from perilune.model.linear import Linear, RMSNorm, are_plain, at_least_float32, takes_one_product
+from perilune.model.paged import Chunks, PagedBatch, StatePool
 from perilune.optim.matrices import Adam, ColumnBlocks, Layout, RowBlocks
 
 Decay = Literal["channel", "head"]
@@ -113,7 +115,10 @@ class KimiDeltaAttention(nn.Module):
         """
         return rows if self.config.decay == "channel" else rows.repeat_interleave(self.config.head_dim, dim=0)
 
-    def forward(self, x_BTD: Tensor, packing: Packing, cache: KDACache | None = None) -> Tensor:
+    def forward(self, x_BTD: Tensor, packing: Packing, cache: KDACache | StatePool | None = None) -> Tensor:
+        if isinstance(cache, StatePool):
+            assert isinstance(packing, PagedBatch), "a pool is read by the steps of a PagedBatch"
+            return self._paged(x_BTD, packing, cache)
         if cache is not None and cache.state is not None and cache.conv is not None and x_BTD.shape[1] == 1:
             return self._step(x_BTD, cache)
         heads = (*x_BTD.shape[:2], self.config.num_heads, self.config.head_dim)
@@ -146,6 +151,54 @@ class KimiDeltaAttention(nn.Module):
         )  # fmt: skip
         heads = (*x_BTD.shape[:2], *heads[1:])
         return self._output(o.view(heads), output_gate.view(heads), x_BTD.dtype)
+
+    def _paged(self, x_1TD: Tensor, batch: PagedBatch, pool: StatePool) -> Tensor:
+        """One token of some sequences and chunks of others; their slots move on."""
+        projected = tuple(part[0] for part in self._projected(x_1TD))
+        first = batch.num_decodes
+        parts = []
+        if first:
+            parts.append(
+                kda_decode(
+                    *(part[:first] for part in projected), pool.conv, pool.state, batch.slots,
+                    conv_weight=self.conv_weight,
+                    norm_weight=self.o_norm.weight,
+                    gate=self.gate(),
+                    norm_eps=self.o_norm.eps,
+                    beta_scale=self.beta_max,
+                )
+            )  # fmt: skip
+        if batch.chunks is not None:
+            parts.append(self._chunks(*(part[first:] for part in projected), batch.chunks, pool))
+        gated = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return self.o_proj(gated.unsqueeze(0))
+
+    def _chunks(
+        self, qkv_TC: Tensor, gate_input: Tensor, beta: Tensor, output_gate: Tensor, chunks: Chunks, pool: StatePool
+    ) -> Tensor:
+        heads = (1, qkv_TC.shape[0], self.config.num_heads, self.config.head_dim)
+        mixed, conv = short_conv(
+            qkv_TC.unsqueeze(0),
+            self.conv_weight,
+            cu_seqlens=chunks.cu_seqlens,
+            initial_state=pool.conv[chunks.slots],
+            output_final_state=True,
+            activation="silu",
+        )
+        q, k, v = mixed.chunk(3, dim=-1)
+        o, state = kda(
+            q.view(heads), k.view(heads), v.view(heads), gate_input.view(heads), beta.unsqueeze(0),
+            initial_state=pool.state[chunks.slots],
+            output_final_state=True,
+            cu_seqlens=chunks.cu_seqlens,
+            gate=self.gate(),
+            qk_l2norm=True,
+            beta_max=self.beta_max,
+        )  # fmt: skip
+        assert conv is not None and state is not None
+        pool.conv[chunks.slots] = conv.to(pool.conv.dtype)
+        pool.state[chunks.slots] = state.to(pool.state.dtype)
+        return self._gated(o, output_gate.view(heads), qkv_TC.dtype)[0]
 
     def _projected(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(q, k and v side by side before the convolution, gate input, beta's logits, output gate)"""
@@ -201,11 +254,14 @@ class KimiDeltaAttention(nn.Module):
         )
 
     def _output(self, o_BTHD: Tensor, gate_BTHD: Tensor, dtype: torch.dtype) -> Tensor:
+        return self.o_proj(self._gated(o_BTHD, gate_BTHD, dtype))
+
+    def _gated(self, o_BTHD: Tensor, gate_BTHD: Tensor, dtype: torch.dtype) -> Tensor:
         if o_BTHD.is_cuda:
             gated = gated_rms_norm(o_BTHD, gate_BTHD, self.o_norm.weight, self.o_norm.eps)
         else:
             gated = self.o_norm(at_least_float32(o_BTHD)) * torch.sigmoid(at_least_float32(gate_BTHD))
-        return self.o_proj(gated.flatten(-2).to(dtype))
+        return gated.flatten(-2).to(dtype)
 
     def logical_matrices(self) -> Mapping[str, Layout]:
         per_head = (self.config.head_dim,) * self.config.num_heads

@@ -18,11 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from perilune.kernels.attention import attention
+from perilune.kernels.mla_decode import mla_decode
 from perilune.kernels.triton_support import why_not_triton
 from perilune.model.cache import MLACache
 from perilune.model.documents import Packing
 from perilune.model.linear import Linear, RMSNorm, are_plain, takes_one_product
 from perilune.model.mla_inputs import mla_inputs
+from perilune.model.paged import Chunks, LatentPool, PagedBatch
 from perilune.model.rope import RopeConfig, rotate, rotation, softmax_scale_factor
 from perilune.optim.heads import MaxLogitRecorder, QKHeads, mla_heads
 from perilune.optim.matrices import ColumnBlocks, Layout, RowBlocks
@@ -79,7 +81,10 @@ class LatentAttention(nn.Module):
         self.scale = config.qk_head_dim**-0.5 * softmax_scale_factor(config.rope)
         self.max_logit = MaxLogitRecorder(heads, self)
 
-    def forward(self, x_BTD: Tensor, packing: Packing, cache: MLACache | None = None) -> Tensor:
+    def forward(self, x_BTD: Tensor, packing: Packing, cache: MLACache | LatentPool | None = None) -> Tensor:
+        if isinstance(cache, LatentPool):
+            assert isinstance(packing, PagedBatch), "a pool is read by the steps of a PagedBatch"
+            return self._paged(x_BTD, packing, cache)
         if self._takes_inputs_at_once(x_BTD, cache):
             q, k, v = self._inputs_at_once(x_BTD)
         else:
@@ -161,14 +166,56 @@ class LatentAttention(nn.Module):
 
     def _absorbed(self, q_BTHE: Tensor, latent_BSR: Tensor, k_rope_BSE: Tensor) -> Tensor:
         """One decoding step over the latents: q W_uk instead of W_uk c for every cached token."""
-        config = self.config
-        q_nope, q_rope = q_BTHE.split([config.qk_nope_head_dim, config.qk_rope_head_dim], dim=-1)
-        per_head = self.kv_b_proj.weight.to(q_BTHE.dtype).unflatten(0, (config.num_attention_heads, -1))
-        up_k, up_v = per_head.split([config.qk_nope_head_dim, config.v_head_dim], dim=1)
-        q = torch.cat([torch.einsum("bthn,hnr->bthr", q_nope, up_k), q_rope], dim=-1)
+        up_k, up_v = self._up_projections(q_BTHE.dtype)
+        q = self._absorbing(q_BTHE, up_k)
         k = torch.cat([latent_BSR, k_rope_BSE], dim=-1).unsqueeze(-2)
         o, _, _ = attention(q, k, latent_BSR.unsqueeze(-2), scale=self.scale, clip_threshold=None)
         return torch.einsum("bthr,hvr->bthv", o, up_v).flatten(-2)
+
+    def _up_projections(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """W_uk [H, nope, R] and W_uv [H, v, R]."""
+        config = self.config
+        per_head = self.kv_b_proj.weight.to(dtype).unflatten(0, (config.num_attention_heads, -1))
+        up_k, up_v = per_head.split([config.qk_nope_head_dim, config.v_head_dim], dim=1)
+        return up_k, up_v
+
+    def _absorbing(self, q: Tensor, up_k_HNR: Tensor) -> Tensor:
+        """Queries [..., H, E] that meet latents instead of keys: [..., H, R + rope]."""
+        q_nope, q_rope = q.split([self.config.qk_nope_head_dim, self.config.qk_rope_head_dim], dim=-1)
+        return torch.cat([torch.einsum("...hn,hnr->...hr", q_nope, up_k_HNR), q_rope], dim=-1)
+
+    def _paged(self, x_1TD: Tensor, batch: PagedBatch, pool: LatentPool) -> Tensor:
+        """One token of some sequences (absorbed) and chunks of others (expanded), over all their cached latents."""
+        if not are_plain(self.kv_b_proj):
+            raise ValueError(
+                f"kv_b_proj is {type(self.kv_b_proj).__name__} with adapters, hooks or a bias, expected a plain Linear: "
+                "decoding over pages absorbs its weight; merge adapters into it first"
+            )
+        q, latent, k_rope = self._compressed(x_1TD, batch)
+        pool.rows.index_copy_(0, batch.write_rows, torch.cat([latent, k_rope], dim=-1)[0])
+        first = batch.num_decodes
+        parts = []
+        if first:
+            up_k, up_v = self._up_projections(q.dtype)
+            o, _ = mla_decode(
+                self._absorbing(q[0, :first], up_k), pool.pages, batch.block_table, batch.lengths,
+                latent_dim=self.config.kv_lora_rank, scale=self.scale,
+            )  # fmt: skip
+            parts.append(torch.einsum("thr,hvr->thv", o, up_v).flatten(-2))
+        if batch.chunks is not None:
+            parts.append(self._chunks(q[:, first:], batch.chunks, pool))
+        return self.o_proj((parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(0))
+
+    def _chunks(self, q_1THE: Tensor, chunks: Chunks, pool: LatentPool) -> Tensor:
+        """[T, H * v]: every chunk attends to its own sequence, whose last latents are its own."""
+        widths = [self.config.kv_lora_rank, self.config.qk_rope_head_dim]
+        outputs = []
+        for q, rows in zip(q_1THE.split(chunks.lengths, dim=1), chunks.cached_rows, strict=True):
+            latent, k_rope = pool.rows.index_select(0, rows).unsqueeze(0).split(widths, dim=-1)
+            k, v = self._expand(latent, k_rope)
+            o, _, _ = attention(q, k, v, scale=self.scale, clip_threshold=None)
+            outputs.append(o[0].flatten(-2))
+        return torch.cat(outputs)
 
     def logical_matrices(self) -> Mapping[str, Layout]:
         config = self.config

@@ -1,8 +1,8 @@
 """What an episode was, token by token, exactly as the engine served it.
 
 A `Branch` is one row of tokens: the first prompt, what the policy sampled, what tools and users wrote after it, what
-the policy sampled then, and so on. Turns are joined while each prompt begins with all tokens before it; where one does not
-(a compacted context, a fresh sub-task), a new branch begins. Only tokens with `mask` are trained: those the policy
+the policy sampled then, and so on. Turns are joined while each prompt begins with all tokens before it; where one does
+not (a compacted context, a fresh sub-task), a new branch begins. Only tokens with `mask` are trained: those the policy
 itself sampled. What tools, users and sub-agents wrote is context.
 
 Log-probs and the version of the weights are the engine's own, of the moment it sampled; nothing overwrites them.

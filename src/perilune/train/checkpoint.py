@@ -26,13 +26,13 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -75,21 +75,29 @@ def save(
     tensors: Mapping[str, torch.Tensor],
     state: Mapping[str, Any],
     keep_last: int | None,
+    beside: Sequence[Path] = (),
+    group: dist.ProcessGroup | None = None,
     on_phase: OnPhase = lambda phase: None,
 ) -> Path:
-    """Write one complete checkpoint, point `latest` at it, then drop all but the newest `keep_last` (None: no one)."""
+    """Write one complete checkpoint, point `latest` at it, then drop all but the newest `keep_last` (None: no one).
+
+    What `state` says of the files `beside` has to reach the disk before the checkpoint counts. All ranks call it, and
+    meet in `group` (None: the default one).
+    """
     name = f"{PREFIX}{step:08d}"
     partial, target = root / f"{PARTIAL}{name}", root / name
     try:
-        with ranks.Together():
+        with ranks.Together(group):
             if ranks.rank() == 0:
                 _remove(partial)
                 partial.mkdir(parents=True)
         on_phase("save:begin")
-        _write_tensors(partial, tensors)  # DCP tells every rank when one of them fails
+        _write_tensors(partial, tensors, group)  # DCP tells every rank when one of them fails
         on_phase("save:tensors")
-        with ranks.Together():
+        with ranks.Together(group):
             if ranks.rank() == 0:
+                for path in beside:
+                    _fsync(path)
                 _write_json(partial / STATE, dict(state))
                 _write_json(partial / MANIFEST, _manifest(partial))
                 _fsync(partial)
@@ -112,10 +120,10 @@ def save(
     return target
 
 
-def _write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+def _write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None) -> None:
     writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=True, thread_count=1)
-    with _single_process_is_intended():
-        dcp.save(dict(tensors), storage_writer=writer, no_dist=not ranks.distributed())
+    _single_process_is_intended()
+    dcp.save(dict(tensors), storage_writer=writer, process_group=group, no_dist=not ranks.distributed())
 
 
 def _manifest(folder: Path) -> dict[str, dict[str, Any]]:
@@ -248,8 +256,8 @@ def load_tensors(
     for name, entry in _saved(reader).items():
         if name not in into and not only_like:
             into[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
-    with _single_process_is_intended():
-        dcp.load(into, storage_reader=reader, no_dist=alone or not ranks.distributed())
+    _single_process_is_intended()
+    dcp.load(into, storage_reader=reader, no_dist=alone or not ranks.distributed())
     return into
 
 
@@ -377,9 +385,9 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-@contextmanager
-def _single_process_is_intended() -> Iterator[None]:
-    """DCP warns on every call outside of torch.distributed, also when told `no_dist=True`."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
+def _single_process_is_intended() -> None:
+    """DCP warns on every call outside of torch.distributed, also when told `no_dist=True`.
+
+    For good, not within a `catch_warnings`: that one is not made for a save in a thread beside the loop.
+    """
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")

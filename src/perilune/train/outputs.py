@@ -69,6 +69,10 @@ class Outputs:
     def metrics_bytes(self) -> int:
         return 0 if self.metrics is None else self.metrics.position()
 
+    def files(self) -> list[Path]:
+        """What a checkpoint counts on: `metrics_bytes` of it have to be on the disk when it does."""
+        return [] if self.metrics is None else [self.metrics.path]
+
     def say(self, text: str) -> None:
         self.progress.say(text)
 

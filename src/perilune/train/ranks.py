@@ -6,7 +6,7 @@ starts eight processes that find each other by their environment; `joined` makes
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -100,8 +100,12 @@ class Together:
     """Context manager that all ranks leave together: an error on one of them raises on every one.
 
     A plain barrier would keep the others waiting for the rank that failed. Inside there may be no collective
-    operation, or the rank that failed before it would answer the wrong question.
+    operation, or the rank that failed before it would answer the wrong question. `group` holds all ranks, as the
+    default one does; a thread that works beside the loop needs its own.
     """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self._group = group
 
     def __enter__(self) -> None:
         pass
@@ -112,7 +116,8 @@ class Together:
         if not distributed():
             return
         failures: list[str | None] = [None] * world_size()
-        dist.all_gather_object(failures, None if error is None else f"{type(error).__name__}: {error}")
+        failure = None if error is None else f"{type(error).__name__}: {error}"
+        dist.all_gather_object(failures, failure, group=self._group)
         failed = [f"rank {number}: {failure}" for number, failure in enumerate(failures) if failure is not None]
         if error is None and failed:
             raise OtherRankFailed("; ".join(failed))
@@ -125,10 +130,10 @@ def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
     return values
 
 
-def largest_over_ranks(value: int, device: torch.device) -> int:
-    """The same answer on every rank, so that all of them stop (or not) after the same step."""
+def largest_over_ranks(values: Sequence[int], device: torch.device) -> list[int]:
+    """Each of the values; the same answer on every rank, so that all of them stop (or not) after the same step."""
     if not distributed():
-        return value
-    shared = torch.tensor(value, device=device)
+        return list(values)
+    shared = torch.tensor(values, device=device)
     dist.all_reduce(shared, op=dist.ReduceOp.MAX)
-    return int(shared)
+    return shared.tolist()

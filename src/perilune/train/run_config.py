@@ -37,6 +37,8 @@ class TrainerConfig:
     checkpoint_every: int = 100
     """Steps between checkpoints; 0: only after the last step."""
     keep_last: int = 2
+    checkpoint_in_background: bool = True
+    """Go on training while a checkpoint is written, from a copy in host memory; off: wait for the disk."""
     hang_timeout_s: float = 1800.0
     """On many ranks: end the run, naming the rank that others wait for, after so long without progress."""
     max_bad_steps: int = 10

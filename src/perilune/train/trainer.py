@@ -135,7 +135,10 @@ def train(
 
             if at.bad_in_a_row >= settings.max_bad_steps or (last and not weights_are_finite(run)):
                 raise TrainingStopped(stopped_message(run))
-            stopped_by = ranks.largest_over_ranks(stop.signal_number or 0, run.device)
+            asked = (stop.signal_number or 0, int(run.saves.failed()))
+            stopped_by, save_failed = ranks.largest_over_ranks(asked, run.device)
+            if save_failed:
+                finish_saves(run)  # which raises what went wrong
             with throughput.pause():
                 if due(at.step, settings.eval_every) or last:
                     write_validation(run)
@@ -144,6 +147,8 @@ def train(
                     write_pictures(run)
                 if due(at.step, settings.checkpoint_every) or last or stopped_by:
                     saved = save_if_good(run, last=last)
+                    if last or stopped_by:
+                        finish_saves(run)
                     if stopped_by and not last:
                         outputs.say(interrupted_message(run, saved))
                         raise Interrupted(stopped_by)

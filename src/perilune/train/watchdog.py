@@ -5,7 +5,9 @@ a thread that hears of every phase of training. When it hears nothing for `timeo
 ranks by `monitored_barrier` on a gloo group of their own:
 
     some do not come       their processes are stopped or gone: they are named
-    all come               each tells where its main thread is; guilty are those that are outside of torch.distributed
+    all come               each tells where its main thread is and what its flight recorder holds (flight_recorder.py);
+                           guilty are those that have not come to the operation in which others wait, or, where the
+                           recorder knows of none, those that are outside of torch.distributed
 
 Then every process writes what was found to standard error and ends with EXIT_CODE, so that torchrun can start again. A
 rank that moves on in the meantime calls the alarm off. Code that never lets go of the interpreter silences its thread:
@@ -16,8 +18,8 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -25,6 +27,8 @@ from typing import Any
 import torch.distributed as dist
 
 from perilune.train import ranks
+from perilune.train.background_save import THREAD
+from perilune.train.flight_recorder import Operation, Recorded, recorded
 
 EXIT_CODE = 75
 """EX_TEMPFAIL: trying again may help."""
@@ -45,6 +49,7 @@ class Standing:
     """The last one that it reached."""
     waits: bool
     where: str
+    recorded: Recorded = field(default_factory=lambda: Recorded(begun={}))
 
 
 class Watchdog:
@@ -107,7 +112,7 @@ class Watchdog:
         return verdict_of([each for each in standings if each is not None], self._timeout_s)
 
     def _standing(self, heard: int) -> Standing:
-        stack = traceback.extract_stack(sys._current_frames()[self._main])
+        stack = self._stack()
         waits = any(part in frame.filename for frame in stack for part in WAITING)
         own = [frame for frame in stack if "perilune" in frame.filename] or list(stack)
         at = stack[-1] if not waits else own[-1]
@@ -117,17 +122,46 @@ class Watchdog:
             phase=self._phase,
             waits=waits,
             where=f"{at.name} ({os.path.basename(at.filename)}:{at.lineno})",
+            recorded=recorded(),
         )
+
+    def _stack(self) -> traceback.StackSummary:
+        """Of the main thread; of the one that saves, where the main thread waits for it."""
+        frames = sys._current_frames()
+        stack = traceback.extract_stack(frames[self._main])
+        if any(frame.filename.endswith("background_save.py") and frame.name == "wait" for frame in stack):
+            for thread in threading.enumerate():
+                if thread.name == THREAD and thread.ident in frames:
+                    return traceback.extract_stack(frames[thread.ident])
+        return stack
 
 
 def verdict_of(standings: list[Standing], timeout_s: float) -> str | None:
-    """One sentence that names the guilty ranks; None when any rank moved."""
+    """One sentence that names the guilty ranks and what the others wait in; None when any rank moved."""
     if any(each.moved for each in standings):
         return None
-    guilty = [each for each in standings if not each.waits]
+    waited_in = _operations(standings)
+    guilty = [each for each in standings if any(_is_missing(each, operation) for operation in waited_in)]
+    guilty = guilty or [each for each in standings if not each.waits]
     named = guilty or standings
     told = "; ".join(f"rank {each.rank} is in {each.where} after phase {each.phase!r}" for each in named)
-    waiting = [each.rank for each in standings if each.waits]
+    waiting = [each.rank for each in standings if each not in guilty]
     if guilty and waiting:
-        told += f"; ranks {waiting} wait for it in a collective operation"
+        told += f"; ranks {waiting} wait for it in {_named(waited_in) or 'a collective operation'}"
+    elif waited_in:
+        told += f"; all have come to {_named(waited_in)}, which does not end"
     return f"no rank has gone on for {timeout_s:g} s (trainer.hang_timeout_s): {told}"
+
+
+def _operations(standings: Sequence[Standing]) -> list[Operation]:
+    """Those in which somebody waits, each once."""
+    found = {operation: None for each in standings for operation in each.recorded.pending}
+    return list(found)
+
+
+def _is_missing(standing: Standing, operation: Operation) -> bool:
+    return standing.rank in operation.members and not standing.recorded.has_come_to(operation)
+
+
+def _named(operations: Sequence[Operation]) -> str:
+    return ", ".join(str(operation) for operation in operations)
