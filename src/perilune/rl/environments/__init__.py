@@ -1,0 +1,1 @@
+"""Environments that ship. Each file is one: its tasks, its conversation, its judge."""
