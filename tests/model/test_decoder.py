@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from perilune.model import Decoder, ModelConfig, SamplingConfig, generate
-from perilune.model.generate import pick
 from perilune.model.head import cross_entropy_sum
 from perilune.optim.plan import plan_parameters
 from tests.model.small_models import BASE, MOE, VARIANTS, build, random_tokens, relative_error
@@ -298,24 +297,6 @@ def test_generation_is_reproducible_stops_and_never_yields_forbidden_tokens() ->
     assert list(generate(model, [1, 2, 3], sampling, stop=frozenset([first[4]]))) == first[: first.index(first[4])]
     assert set(generate(model, [1, 2, 3], sampling, forbidden=first)).isdisjoint(first)
     assert model.training
-
-
-def test_sampling_follows_temperature_top_k_and_top_p() -> None:
-    """A thousand draws from known probabilities; three standard deviations of a binomial are below 0.05."""
-    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
-
-    def frequencies(**settings: float) -> list[float]:
-        generator = torch.Generator().manual_seed(0)
-        sampling = SamplingConfig(**{"temperature": 1.0, "top_p": 1.0, **settings})
-        draws = [pick(logits, sampling, generator) for _ in range(1000)]
-        return [draws.count(token) / 1000 for token in range(4)]
-
-    assert frequencies() == pytest.approx([0.5, 0.3, 0.15, 0.05], abs=0.05)
-    assert frequencies(top_k=2) == pytest.approx([0.625, 0.375, 0, 0], abs=0.05)
-    assert frequencies(top_p=0.81) == pytest.approx([0.526, 0.316, 0.158, 0], abs=0.05)
-    assert frequencies(top_p=0.8) == pytest.approx([0.625, 0.375, 0, 0], abs=0.05)
-    assert frequencies(temperature=0.5) == pytest.approx([0.685, 0.247, 0.062, 0.007], abs=0.05)
-    assert frequencies(temperature=0.0) == frequencies(temperature=1e-40) == [1.0, 0, 0, 0]
 
 
 def test_greedy_generation_follows_the_argmax_of_the_full_forward() -> None:

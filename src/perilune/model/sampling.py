@@ -1,0 +1,160 @@
+"""One token from each row of logits, as a pure function of the logits, the settings, a seed and an index.
+
+    u       = uniform(seed, index)                                    index: how many tokens were drawn before
+    weight  = floor(exp((logit - largest) / temperature) * 2**bits)   integers; the most likely has 2**bits
+    kept    = weight >= threshold                                     after top-k, then top-p, then min-p
+    token   = the first id whose running sum of kept weights exceeds floor(u * their total)
+
+What is promised:
+  * order: temperature, top-k, top-p (of what top-k left), min-p (of the largest). Tokens as likely as the last one kept
+    are kept too, so nothing depends on how a sort breaks ties;
+  * sums of integers are exact, so a row's token depends neither on the other rows, nor on threads, nor on the order in
+    which a device adds;
+  * temperature 0 is greedy: the first of the largest logits;
+  * a row without a token to draw (a NaN or +inf, or every token banned with -inf) gets id 0 and a problem; the other
+    rows are not touched;
+  * on CUDA nothing is copied to the host and nothing waits for the device.
+
+Tokens less likely than 2**-bits of the most likely are never drawn; bits is 43 for 160K tokens, 52 at most.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+from torch import Tensor
+
+# --- the counter-based generator --------------------------------------------------------------------------------------
+
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+def splitmix64(start: int, index: int) -> int:
+    """Output number `index` of the generator SplitMix64 (Steele, Lea and Flood 2014) that begins at `start`."""
+    z = (start + (index + 1) * _GOLDEN) & _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return z ^ (z >> 31)
+
+
+def uniform(seed: int, index: int) -> float:
+    """A number in [0, 1) with 53 bits, the same on every machine.
+
+    The seed is scrambled first: sequences of a plain SplitMix64 whose seeds differ by a multiple of its step overlap.
+    """
+    return (splitmix64(splitmix64(seed, 0), index) >> 11) * 2.0**-53
+
+
+# --- drawing ----------------------------------------------------------------------------------------------------------
+
+FINE, NOT_A_NUMBER, NOTHING_ALLOWED = 0, 1, 2
+PROBLEMS: dict[int, str] = {
+    NOT_A_NUMBER: "the logits hold NaN or +inf: the weights or the input of the model are broken",
+    NOTHING_ALLOWED: "every token is banned: nothing is left to sample",
+}
+
+TILE_ELEMENTS = 1 << 24  # rows are weighed in tiles of so many numbers: 128 MiB for each tensor of a tile
+MAX_SHORT = 1024  # top-k up to here looks for the k largest; beyond, rows are sorted
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Of a batch, one entry per row, on the host: which rows need which work is known without asking the device."""
+
+    temperature: Sequence[float]
+    """0 is greedy."""
+    top_k: Sequence[int]
+    """0 keeps all."""
+    top_p: Sequence[float]
+    min_p: Sequence[float]
+    uniform: Sequence[float]
+
+    def __post_init__(self) -> None:
+        lengths = {each.name: len(getattr(self, each.name)) for each in fields(self)}
+        if len(set(lengths.values())) > 1:
+            raise ValueError(f"settings have {lengths!r} entries, expected one per row in each")
+
+
+def draw(logits_NV: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
+    """(token ids [N] int64, problems [N] int64: FINE or a key of PROBLEMS), on the device of the logits."""
+    if logits_NV.ndim != 2 or len(logits_NV) != len(settings.temperature):
+        raise ValueError(
+            f"logits have the shape {tuple(logits_NV.shape)!r}, expected [{len(settings.temperature)}, vocabulary]"
+        )
+    if not logits_NV.numel():
+        return logits_NV.new_zeros(0, dtype=torch.long), logits_NV.new_zeros(0, dtype=torch.long)
+    largest_N, ids_N = logits_NV.max(dim=-1)  # NaN counts as largest, and the first of equals is taken
+    not_a_number = torch.where(largest_N < torch.inf, FINE, NOT_A_NUMBER)
+    problems_N = torch.where(largest_N == -torch.inf, NOTHING_ALLOWED, not_a_number)
+    groups: dict[int, list[int]] = {}  # how many of the largest weights the cuts have to see -> rows
+    for row, temperature in enumerate(settings.temperature):
+        if temperature > 0:
+            groups.setdefault(_width(settings.top_k[row], settings.top_p[row], logits_NV.shape[1]), []).append(row)
+    for width, rows in groups.items():
+        tile = max(1, TILE_ELEMENTS // logits_NV.shape[1])
+        for start in range(0, len(rows), tile):
+            some = rows[start : start + tile]
+            if len(some) == len(logits_NV):
+                ids_N = _drawn(logits_NV, largest_N, settings, some, width)
+            else:
+                index_n = to_device(np.array(some), logits_NV.device)
+                ids_N[index_n] = _drawn(logits_NV[index_n], largest_N[index_n], settings, some, width)
+    return torch.where(problems_N == FINE, ids_N, 0), problems_N
+
+
+def _width(top_k: int, top_p: float, vocab_size: int) -> int:
+    """0: no cut needs the weights in order. Rows share a width so that a few of them do not make all of them sort."""
+    if 0 < top_k <= MAX_SHORT and top_k < vocab_size:
+        return min(MAX_SHORT, vocab_size)
+    return vocab_size if top_p < 1 or 0 < top_k < vocab_size else 0
+
+
+def _drawn(logits_NV: Tensor, largest_N: Tensor, settings: Settings, rows: list[int], width: int) -> Tensor:
+    vocab_size = logits_NV.shape[1]
+    columns = (settings.temperature, settings.top_k, settings.top_p, settings.min_p, settings.uniform)
+    chosen = np.array([[float(column[row]) for row in rows] for column in columns])
+    temperature_N, top_k_N, top_p_N, min_p_N, uniform_N = to_device(chosen, logits_NV.device)
+    weights_NV = _weights(logits_NV, largest_N, temperature_N)
+    threshold_N = (min_p_N * 2.0 ** _bits(vocab_size)).ceil().long()
+    if width:
+        top_k_N = torch.where(top_k_N > 0, top_k_N, vocab_size)
+        threshold_N = torch.maximum(threshold_N, _cut(weights_NV, width, top_k_N, top_p_N))
+    running_NV = weights_NV.masked_fill_(weights_NV < threshold_N[:, None], 0).cumsum(-1)
+    # Below the total, also when rounded: u is at most 1 - 2**-53.
+    place_N = (uniform_N * running_NV[:, -1].double()).long()
+    return torch.searchsorted(running_NV, place_N[:, None], right=True)[:, 0]
+
+
+def _bits(vocab_size: int) -> int:
+    """As many as keep the sum of all weights below 2**62 and a weight exact in float64."""
+    return min(52, 61 - vocab_size.bit_length())
+
+
+def _weights(logits_NV: Tensor, largest_N: Tensor, temperature_N: Tensor) -> Tensor:
+    # Relative to the largest first: a tiny temperature must make the others -inf, not the largest inf.
+    scaled_NV = (logits_NV.double() - largest_N.double()[:, None]).div_(temperature_N[:, None])
+    # NaN is left in rows with a problem alone: whatever is found there is not used.
+    return scaled_NV.exp_().mul_(2.0 ** _bits(logits_NV.shape[1])).long()
+
+
+def _cut(weights_NV: Tensor, width: int, top_k_N: Tensor, top_p_N: Tensor) -> Tensor:
+    """The smallest weight that top-k and then top-p keep, [N]."""
+    if width < weights_NV.shape[1]:
+        ordered_NW = weights_NV.topk(width, dim=-1).values
+    else:
+        ordered_NW = weights_NV.sort(dim=-1, descending=True).values
+    place_W = torch.arange(width, device=weights_NV.device)
+    ordered_NW = ordered_NW.masked_fill_(place_W >= top_k_N[:, None], 0)
+    running_NW = ordered_NW.cumsum(-1)
+    total_N = running_NW[:, -1]
+    enough_N = torch.where(top_p_N < 1, (top_p_N * total_N.double()).ceil().long(), total_N)
+    kept_N = (running_NW - ordered_NW < enough_N[:, None]).sum(-1)
+    return ordered_NW.gather(-1, (kept_N - 1).clamp_min_(0)[:, None])[:, 0]
+
+
+def to_device(values: np.ndarray, device: torch.device) -> Tensor:
+    """A copy that does not wait for the device."""
+    tensor = torch.from_numpy(values)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
