@@ -41,7 +41,7 @@ def test_a_slurm_script_is_valid_shell_and_asks_for_its_nodes(capsys):
         (("--gpus", "0"), "--gpus is 0, expected 1 or more"),
         (("--gpus", "4", "--parallel.tp", "3"), "does not divide the 4 ranks"),
         (("--gpus", "2", "--overwrite"), "--max-restarts 0"),
-        (("--gpus", "2", "--parallel.pp", "2"), "does not run pipelines yet"),
+        (("--gpus", "2", "--parallel.pp", "2"), "make it a multiple of 8, at least 16"),
     ],
 )
 def test_what_cannot_start_is_refused_with_the_reason(capsys, flags, words):

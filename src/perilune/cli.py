@@ -37,7 +37,10 @@ usage: perilune <verb> [arguments]
   data collect OUT   build a corpus                 perilune data collect c.jsonl.zst --packages site-packages
   eval RUN           what a run can do              perilune eval nano
   report RUN         write the report of a run      perilune report nano
-  export RUN FOLDER  write it for transformers      perilune export nano ./nano-hf
+  export RUN         write it for transformers      perilune export nano ./nano-hf --to kimi_linear
+  import FOLDER      bring in a released model      perilune import ./Kimi-Linear-48B-A3B-Instruct
+  serve RUN|FOLDER   the OpenAI API, a chat page    perilune serve nano
+  chat RUN|URL       talk to it in the terminal     perilune chat nano
   ladder STEP NAME   what an idea buys at scale     perilune ladder run tiny
   swarm STEP         agents that work in parallel   perilune swarm demo
   bench AREA         operators beside their peers   perilune bench kda --filter T8192
@@ -107,7 +110,8 @@ MODULE_EXTRAS = {
     "torch": "train", "safetensors": "train", "tokenizers": "train", "zstandard": "train", "tensorboard": "train",
     "PIL": "train", "resvg_py": "train", "defusedxml": "train",
     "pyarrow": "parquet", "aiohttp": "swarm", "orjson": "swarm", "pydantic": "swarm", "starlette": "swarm",
-    "uvicorn": "swarm", "mcp": "swarm", "jsonschema": "swarm", "pypdf": "swarm", "playwright": "swarm-browser",
+    "uvicorn": "swarm", "llguidance": "serve", "prometheus_client": "serve", "h11": "serve", "idna": "swarm",
+    "mcp": "swarm", "jsonschema": "swarm", "pypdf": "swarm", "playwright": "swarm-browser",
 }  # fmt: skip
 
 
@@ -323,49 +327,11 @@ def report_verb(arguments: list[str]) -> None:
     _print_json({"report": str(path)}) if flags.json else print(f"report: {path}")
 
 
-@dataclass(kw_only=True)
-class ExportFlags:
-    runs: str = "runs"
-    json: bool = False
-
-
-def export_verb(arguments: list[str]) -> None:
-    """Write a run as a folder that transformers reads (config.json, safetensors, tokenizer.json)."""
-    name, rest = _positional(arguments, "RUN", "a run's name or folder", "perilune export nano ./nano-hf")
-    folder, rest = _positional(rest, "FOLDER", "the folder to write", "perilune export nano ./nano-hf")
-    help_text = f"Write a run as a folder of safetensors.\n\nexample: perilune export {name} ./{name}-hf"
-    flags = _parse(f"perilune export {name} {folder}", help_text, ExportFlags, rest)
-    from perilune import hub
-    from perilune.train.run_folder import load_run
-
-    model, tokenizer, _ = load_run(_run_folder(name, flags.runs))
-    begin, pad, end = (tokenizer.special_ids[f"<|media_{part}|>"] for part in ("begin", "pad", "end"))
-    hub.save_pretrained(
-        model,
-        folder,
-        bos_token_id=tokenizer.bos_id,
-        eos_token_id=tokenizer.eos_id,
-        pad_token_id=tokenizer.pad_id,
-        media_token_ids=(begin, pad, end) if model.config.vision is not None else None,
-    )
-    tokenizer.save(Path(folder) / "tokenizer.json")
-    names = {
-        f"{name}_token": tokenizer.special_name(getattr(tokenizer, f"{name}_id")) for name in ("bos", "eos", "pad")
-    }
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **names}
-    (Path(folder) / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-    kind = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))["model_type"]
-    if flags.json:
-        _print_json({"folder": folder, "model_type": kind, "parameters": model.num_parameters()})
-    else:
-        print(f"{folder}: {model.num_parameters():,} parameters as model_type {kind!r}")
-
-
-def _verb_of(module: str) -> Callable[[list[str]], None]:
-    """A verb with a module of its own, imported when it is used: `perilune.cli_NAME.NAME_verb`."""
+def _verb_of(name: str, module: str | None = None) -> Callable[[list[str]], None]:
+    """A verb of another module, imported when it is used: `perilune.cli_MODULE.NAME_verb`; by default both agree."""
 
     def verb(arguments: list[str]) -> None:
-        getattr(importlib.import_module(f"perilune.cli_{module}"), f"{module}_verb")(arguments)
+        getattr(importlib.import_module(f"perilune.cli_{module or name}"), f"{name}_verb")(arguments)
 
     return verb
 
@@ -476,7 +442,10 @@ VERBS: dict[str, Callable[[list[str]], None]] = {
     "data": data_verb,
     "eval": _verb_of("eval"),
     "report": report_verb,
-    "export": export_verb,
+    "export": _verb_of("export", "hub"),
+    "import": _verb_of("import", "hub"),
+    "serve": _verb_of("serve"),
+    "chat": _verb_of("chat"),
     "ladder": _verb_of("ladder"),
     "swarm": _verb_of("swarm"),
     "bench": bench_verb,

@@ -64,20 +64,23 @@ def generate_verb(arguments: list[str]) -> None:
     )
     form, path = _target(flags)
     from perilune.data.media import MediaPrompt
+    from perilune.hub import is_model_folder
+    from perilune.hub.opened import read_processor
     from perilune.train.run_folder import load_run
     from perilune.train.trainer import pick_device
 
     folder = _run_folder(name, flags.runs)
+    processor = read_processor(folder) if is_model_folder(folder) else None
     if flags.image or flags.video is not None:
         from perilune.train.run_folder import read_config
 
-        _check_sees(name, read_config(folder), video=flags.video is not None)
+        _check_sees(name, read_config(folder), video=flags.video is not None, is_run=processor is None)
     model, tokenizer, config = load_run(folder, device=pick_device(flags.device, "--device"))
     prompt = sys.stdin.read() if flags.prompt == "-" else flags.prompt
     size = (0, 0)
     if flags.image or flags.video is not None:
         prompt = prompt or _default_prompt(form, config, video=flags.video is not None)
-        asked, size = _asked(tokenizer, prompt, flags, config)
+        asked, size = _asked(tokenizer, prompt, flags, config, processor)
     else:
         asked = MediaPrompt(tokens=[tokenizer.bos_id, *tokenizer.encode(prompt)], media=())
     stream = _stream(model, tokenizer, asked, flags, form)
@@ -124,12 +127,14 @@ def _target(flags: GenerateFlags) -> tuple[str, Path | None]:
     return form, path
 
 
-def _check_sees(name: str, config: "RunConfig", *, video: bool) -> None:
+def _check_sees(name: str, config: "RunConfig", *, video: bool, is_run: bool = True) -> None:
     if config.model.vision is None:
         raise UserError(
-            f"the run {name!r} has no vision tower (model.vision is None): it reads text only; train one with "
-            "pictures, as `perilune train nano`"
+            f"{name!r} has no vision tower (model.vision is None): it reads text only; train one with pictures, as "
+            "`perilune train nano`"
         )
+    if not is_run:
+        return  # what it was trained on is not in the folder
     trained = config.data.vision if config.data.has_pictures else None
     if trained is None:
         print(f"perilune: the run {name!r} has a vision tower but saw no pictures in training", file=sys.stderr)
@@ -146,19 +151,20 @@ def _default_prompt(form: str, config: "RunConfig", *, video: bool) -> str:
     return PROMPTS["html" if form == "html" and "html" in trained else "svg"]
 
 
-def _asked(tokenizer: Any, prompt: str, flags: GenerateFlags, config: "RunConfig") -> tuple["MediaPrompt", Any]:
+def _asked(
+    tokenizer: Any, prompt: str, flags: GenerateFlags, config: "RunConfig", processor: "ProcessorConfig | None"
+) -> tuple["MediaPrompt", Any]:
     """The tokens of the question, and the size in pixels of what is shown."""
     from perilune.data.images import image_media, load_frames, load_image, video_media
     from perilune.data.vision_documents import ask
 
     if flags.video is not None:
         frames, times = load_frames(flags.video)
-        processor = _processor(flags.video, frames[0].shape, config)
-        chunks = video_media(frames, times, processor)
+        chunks = video_media(frames, times, processor or _processor(flags.video, frames[0].shape, config))
         return ask(tokenizer, prompt, videos=[chunks]), _size(frames[0].shape, chunks[0][1].grid)
     pictures = [load_image(path) for path in flags.image]
     media = [
-        image_media(picture, _processor(path, picture.shape, config))
+        image_media(picture, processor or _processor(path, picture.shape, config))
         for path, picture in zip(flags.image, pictures, strict=True)
     ]
     return ask(tokenizer, prompt, images=media), _size(pictures[0].shape, media[0].grid)

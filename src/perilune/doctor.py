@@ -5,6 +5,7 @@ import importlib.metadata
 import os
 import platform
 import shutil
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ EXTRAS = {
     ),
     "parquet": ("pyarrow",),
     "gpu": ("triton",),
+    "serve": ("starlette", "uvicorn", "prometheus-client", "llguidance"),
     "swarm": ("aiohttp", "orjson", "pydantic", "mcp", "starlette", "uvicorn", "jsonschema", "pypdf"),
     "scale": ("ray", "asyncpg"),
     "test": ("pytest", "hypothesis", "transformers", "ruff"),
@@ -44,6 +46,7 @@ def examine() -> dict[str, Any]:
         "free_disk_gib": round(shutil.disk_usage(Path.cwd()).free / 2**30, 1),
         "packages": packages,
         "torch": _torch() if packages["torch"] else None,
+        "serving": _serving(packages),
         "tools": {name: _tool(name) for name in TOOLS},
         "sandbox": _swarm("sandbox", "sandbox_report", packages),
         "agent_tools": _swarm("tools.registry", "tools_report", packages),
@@ -82,6 +85,79 @@ def _swarm(module: str, function: str, packages: dict[str, str | None]) -> dict[
     if any(packages[name] is None for name in EXTRAS["swarm"]):
         return None
     return dict(getattr(importlib.import_module(f"perilune.swarm.{module}"), function)())
+
+
+def _serving(packages: dict[str, str | None]) -> dict[str, str]:
+    """What `perilune serve` and `perilune chat` can do here."""
+    missing = [name for extra in ("train", "serve") for name in EXTRAS[extra] if packages[name] is None]
+    if missing:
+        return {"serve": f"lacks {', '.join(missing)}", "chat": "with servers elsewhere: perilune chat URL"}
+    return {
+        "serve": _check_engine(),
+        "device": _serving_device(),
+        "port 8000": _port_state(8000),
+        "chat": "in the terminal and in the browser",
+    }
+
+
+def _check_engine() -> str:
+    """A tiny model through the whole engine on the CPU, against decoding step by step."""
+    import torch
+
+    from perilune.data.tokenizer import MIN_VOCAB_SIZE, Tokenizer
+    from perilune.model import Decoder, KDAConfig, MLAConfig, ModelConfig, SamplingConfig, generate
+    from perilune.serve.engine import Engine, forbidden_ids
+    from perilune.serve.request import Request, SamplingParams
+    from perilune.serve.sizing import EngineConfig
+
+    tokenizer = Tokenizer.train(["the moon and the sun"], MIN_VOCAB_SIZE + 8)
+    config = ModelConfig(
+        vocab_size=tokenizer.vocab_size,
+        hidden_size=32,
+        num_hidden_layers=2,
+        layer_types=("kda", "mla"),
+        kda=KDAConfig(num_heads=2, head_dim=8),
+        mla=MLAConfig(num_attention_heads=2, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8),
+        intermediate_size=48,
+    )
+    prompt = [tokenizer.bos_id, *tokenizer.encode("the moon")]
+    try:
+        with torch.random.fork_rng(devices=[]):
+            model = Decoder(config, seed=0).eval()
+        sampling = SamplingConfig(max_new_tokens=8, temperature=0.0)
+        forbidden = forbidden_ids(tokenizer, config.vocab_size)
+        wanted = list(generate(model, prompt, sampling, forbidden=forbidden))
+        engine = Engine(model, tokenizer, EngineConfig(num_pages=4, max_sequences=2), device="cpu")
+        params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+        engine.add(Request(request_id="doctor", prompt=tuple(prompt), params=params))
+        found: list[int] = []
+        while engine.has_work:
+            found += [token for output in engine.step() for token in output.token_ids]
+    except Exception as problem:  # a doctor reports what is broken, whatever it is
+        return f"failed: {type(problem).__name__}: {problem}"
+    return "ok" if found == wanted else f"differs from decoding step by step: {found}, expected {wanted}"
+
+
+def _serving_device() -> str:
+    import torch
+
+    if not torch.cuda.is_available():
+        memory = _memory_gib()
+        room = "" if memory is None else f" of {memory} GiB"
+        return f"CPU; 1 GiB{room} for the cache unless --memory-gib says otherwise"
+    free = torch.cuda.mem_get_info()[0] / 2**30
+    graphs = "CUDA graphs" if _check_kernels(torch) == "ok" else "slow operators, see kernels"
+    return f"{torch.cuda.get_device_name()}; {graphs}, 85% of {free:.1f} GiB free memory for weights and cache"
+
+
+def _port_state(port: int) -> str:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            return f"taken ({error.strerror}): --port 0 takes a free one"
+    return "free"
 
 
 def _torch() -> dict[str, Any]:
@@ -173,7 +249,8 @@ def show(found: dict[str, Any]) -> None:
         rows["torch"] = "not installed: train, generate and data need it"
     rows["packages"] = ", ".join(f"{name} {version}" for name, version in found["packages"].items() if version)
     rows["tools"] = ", ".join(name for name, path in found["tools"].items() if path) or "none"
-    for name, states in (("sandbox", found["sandbox"]), ("agents", found["agent_tools"])):
+    serving = ("serving", found["serving"])
+    for name, states in (serving, ("sandbox", found["sandbox"]), ("agents", found["agent_tools"])):
         rows[name] = "needs the extra swarm" if states is None else "\n".join(f"{n}: {s}" for n, s in states.items())
     for name, value in rows.items():
         table.add_row(f"[bold]{name}[/bold]", str(value))

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from perilune.optim import MuonClip, clip_grad_norm_
 from perilune.optim.sharded import ShardedMuonClip
 from perilune.train.parallel import ParallelConfig, parallelize
-from tests.distributed.tiny_models import OTHER, Case, batch, built, outcomes, whole
+from tests.distributed.tiny_models import OTHER, Case, Outcomes, batch, built, whole
 
 pytestmark = pytest.mark.distributed
 
@@ -43,7 +43,7 @@ def stepped(case: Case) -> dict[str, Any]:
     parallel = parallelize(model, case.parallel, device_type="cpu", world_size=dist.get_world_size())
     reference = MuonClip.for_model(alone, **OPTIONS)
     optimizer = ShardedMuonClip.for_model(
-        model, process_group=parallel.stage_group(), payload_dtype=torch.float32, **OPTIONS
+        model, process_group=parallel.stage_group(), stages=parallel.stages(), payload_dtype=torch.float32, **OPTIONS
     )
     clipped = 0
     for step in range(STEPS):
@@ -53,16 +53,14 @@ def stepped(case: Case) -> dict[str, Any]:
         own = batches[first : first + MICRO_BATCHES]
         for each in batches:
             (alone.loss(*each) / 100).backward()
-        if parallel.config.pp > 1:
+        if parallel.pipeline is not None:
             tokens, targets, borders = zip(*own, strict=True)
-            pipeline = parallel.pipeline(torch.device("cpu"))
-            pipeline.forward_backward(torch.cat(tokens), torch.cat(targets), borders, 0.01)
+            parallel.pipeline.forward_backward(torch.cat(tokens), torch.cat(targets), borders, 0.01)
         else:
             for tokens, targets, borders in own:
                 (model.loss(*parallel.own_tokens(tokens, targets), borders) / 100).backward()
-        if parallel.config.pp == 1:  # a norm over stages is the trainer's to add up
-            clip_grad_norm_(reference, 1.0)
-            optimizer.clip_grad_norm_(1.0)
+        expected_norm, norm = clip_grad_norm_(reference, 1.0), optimizer.clip_grad_norm_(1.0)
+        torch.testing.assert_close(norm, expected_norm, rtol=1e-4, atol=0.0)
         for each in (reference, optimizer):
             each.step()
             each.zero_grad()
@@ -80,10 +78,10 @@ def stepped(case: Case) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def results():
-    found = {}
-    for world_size, cases in ((2, TWO), (4, FOUR)):
-        found |= outcomes(world_size, {name: partial(stepped, case) for name, case in cases.items()})
-    return found
+    worlds = {2: TWO, 4: FOUR}
+    return Outcomes(
+        {world: {name: partial(stepped, case) for name, case in cases.items()} for world, cases in worlds.items()}
+    )
 
 
 @pytest.mark.parametrize("name", [*TWO, *FOUR])

@@ -9,17 +9,18 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from perilune.model import ModelConfig
 from perilune.train.parallel import ParallelConfig, parallelize
-from perilune.train.parallel_pipeline import padded_borders, stage_layers
+from perilune.train.parallel_pipeline import interleaved_wire, padded_borders, stage_layers, wire_tensors
 from tests.distributed.tiny_models import (
     DENSE,
     HYBRID,
     OTHER,
     Case,
+    Outcomes,
     batch,
     built,
     differences,
-    outcomes,
     relative,
     summed,
 )
@@ -51,26 +52,35 @@ def piped(case: Case) -> dict[str, Any]:
     (expected * SCALE).backward()
     first = parallel.data_rank * MICRO_BATCHES
     tokens, targets, borders = zip(*batches[first : first + MICRO_BATCHES], strict=True)
-    pipeline = parallel.pipeline(torch.device("cpu"))
-    loss = pipeline.forward_backward(torch.cat(tokens), torch.cat(targets), borders, SCALE)
+    assert parallel.pipeline is not None
+    seen = parallel.pipeline.loss(torch.cat(tokens), torch.cat(targets), borders)
+    parallel.reshard()
+    loss = parallel.pipeline.forward_backward(torch.cat(tokens), torch.cat(targets), borders, SCALE)
     errors = differences(alone, model, same_layers=False)
-    everywhere = torch.tensor([relative(summed(parallel, loss), expected), errors["worst_gradient"], errors["bias"]])
+    found = {
+        "loss": relative(summed(parallel, loss), expected),
+        "loss_without_gradients": relative(summed(parallel, seen), expected),
+        "worst_gradient": errors["worst_gradient"],
+        "bias": errors["bias"],
+    }
+    everywhere = torch.tensor(list(found.values()))
     dist.all_reduce(everywhere, op=dist.ReduceOp.MAX)
-    return dict(zip(("loss", "worst_gradient", "bias"), everywhere.tolist(), strict=True))
+    return dict(zip(found, everywhere.tolist(), strict=True))
 
 
 @pytest.fixture(scope="module")
 def results():
-    found = {}
-    for world_size, cases in ((2, TWO), (4, FOUR)):
-        found |= outcomes(world_size, {name: partial(piped, case) for name, case in cases.items()})
-    return found
+    worlds = {2: TWO, 4: FOUR}
+    return Outcomes(
+        {world: {name: partial(piped, case) for name, case in cases.items()} for world, cases in worlds.items()}
+    )
 
 
 @pytest.mark.parametrize("name", [*TWO, *FOUR])
 def test_a_pipeline_equals_one_process(results, name):
     result = results[name]
     assert result["loss"] <= 1e-12
+    assert result["loss_without_gradients"] <= 1e-12
     assert result["worst_gradient"] <= 1e-10
     assert result["bias"] == 0.0
 
@@ -83,6 +93,22 @@ def test_stages_hold_every_layer_once_and_differ_by_one_at_most(layers, stages):
     sizes = [len(cut) for cut in cuts]
     assert max(sizes) - min(sizes) <= 1
     assert sizes[0] == min(sizes) or layers % stages == stages - 1
+
+
+@given(st.integers(2, 5), st.integers(1, 3), st.integers(1, 3), st.sampled_from(("plain", "attnres", "block_attnres")))
+def test_what_a_cache_of_blocks_saves_is_what_a_rank_has_seen(ranks, chunks, layers_a_chunk, residual):
+    layers = ranks * chunks * layers_a_chunk
+    config = ModelConfig(num_hidden_layers=layers, residual=residual, block_sublayers=3)
+    cuts = stage_layers(layers, ranks * chunks)
+    seen: list[set[int]] = [set() for _ in range(ranks)]
+    everything = cached = 0
+    for chunk, cut in enumerate(cuts):
+        rank = chunk % ranks
+        if chunk > 0:
+            blocks = set(range(wire_tensors(config, cut.start) - 1))
+            everything, cached = everything + len(blocks) + 1, cached + len(blocks - seen[rank]) + 1
+        seen[rank] = set(range(wire_tensors(config, cut.stop) - 1))  # those of the chunk itself, too
+    assert interleaved_wire(config, ranks, chunks) == (everything, cached)
 
 
 def test_padded_borders_add_only_empty_documents():

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 
 from perilune.train.parallel import ParallelConfig
-from tests.distributed.tiny_models import DENSE, HYBRID, OTHER, Case, compared, outcomes
+from tests.distributed.tiny_models import DENSE, HYBRID, OTHER, Case, Outcomes, compared
 
 pytestmark = pytest.mark.distributed
 
@@ -47,11 +47,10 @@ FOUR = {
 
 @pytest.fixture(scope="module")
 def results():
-    found = {}
-    for world_size, cases in ((2, TWO), (4, FOUR)):
-        checks = {name: partial(compared, case) for name, case in cases.items()}
-        found |= outcomes(world_size, checks)
-    return found
+    worlds = {2: TWO, 4: FOUR}
+    return Outcomes(
+        {world: {name: partial(compared, case) for name, case in cases.items()} for world, cases in worlds.items()}
+    )
 
 
 @pytest.mark.parametrize("name", [*TWO, *FOUR])

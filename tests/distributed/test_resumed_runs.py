@@ -38,8 +38,8 @@ def uninterrupted(cache, tmp_path_factory) -> Path:
     [
         ((2, ParallelConfig()), (None, ParallelConfig())),
         ((2, ParallelConfig(dp_replicate=2)), (4, ParallelConfig(dp_shard=2, dp_replicate=2))),
-        ((2, ParallelConfig(dp_replicate=2)), (None, ParallelConfig())),
-        ((None, ParallelConfig()), (2, ParallelConfig(dp_replicate=2))),
+        pytest.param((2, ParallelConfig(dp_replicate=2)), (None, ParallelConfig()), marks=pytest.mark.long),
+        pytest.param((None, ParallelConfig()), (2, ParallelConfig(dp_replicate=2)), marks=pytest.mark.long),
         ((2, ParallelConfig(ep=2)), (2, ParallelConfig(tp=2))),
     ],
     ids=["fsdp2_to_one", "ddp2_to_hsdp4", "ddp2_to_one", "one_to_ddp2", "ep2_to_tp2"],

@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from perilune.train import RunConfig, step, train
+from perilune.train.flight_recorder import Operation, Recorded
 from perilune.train.interrupt import Interrupted
 from perilune.train.run_folder import CHECKPOINTS
 from perilune.train.watchdog import EXIT_CODE, Standing, verdict_of
@@ -56,12 +57,9 @@ def killed(rank: int, config: RunConfig, runs: Path, phase: str, count: int) -> 
     train(config, runs_folder=runs, quiet=True, on_phase=on_phase)
 
 
-@pytest.mark.parametrize("phase,count", [("step:backward", 4), ("save:begin", 2)])
-def test_a_run_whose_rank_was_killed_resumes_to_the_losses_of_the_uninterrupted_one(
-    uninterrupted, cache, tmp_path, phase, count
-):
+def test_a_rank_killed_in_a_save_leaves_the_checkpoint_before_and_the_run_resumes(uninterrupted, cache, tmp_path):
     with pytest.raises(AssertionError):
-        run(2, killed, the_run(cache), tmp_path, phase, count)
+        run(2, killed, the_run(cache), tmp_path, "save:begin", 2)
     assert (tmp_path / "tiny" / CHECKPOINTS / "latest").read_text().strip() == "step_00000002"
     trained(the_run(cache), tmp_path, world=2)
     assert worst_difference(losses_of(tmp_path / "tiny"), losses_of(uninterrupted)) <= TOLERANCE
@@ -134,10 +132,56 @@ def test_a_rank_that_hangs_is_named_and_the_run_ends(cache, tmp_path):
     assert codes == [EXIT_CODE, EXIT_CODE]
     for rank in range(2):
         said = (tmp_path / f"said{rank}").read_text()
-        assert "rank 1 is in fall_asleep" in said and "'step:begin'; ranks [0] wait for it" in said
+        assert "rank 1 is in fall_asleep" in said
+        assert "'step:begin'; ranks [0] wait for it in all_reduce of 3 Long (number " in said
+
+
+def stopping(rank: int, root: Path, config: RunConfig) -> None:
+    os.dup2(os.open(root / f"said{rank}", os.O_CREAT | os.O_WRONLY), 2)
+    dist.init_process_group("gloo", init_method=f"file://{root}/store", rank=rank, world_size=3)
+    halt = At(rank, "step:begin", 2, lambda: os.kill(os.getpid(), signal.SIGSTOP))
+    train(config, runs_folder=root / "runs", quiet=True, on_phase=halt)
+
+
+@pytest.mark.long
+def test_a_process_that_answers_nobody_is_named_by_the_barrier(cache, tmp_path):
+    config = the_run(cache, hang_timeout_s=8.0)
+    processes = [forks.Process(target=stopping, args=(rank, tmp_path, config)) for rank in range(3)]
+    for process in processes:
+        process.start()
+    for rank in (0, 2):
+        processes[rank].join(200)
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    assert codes == [EXIT_CODE, None, EXIT_CODE]
+    said = (tmp_path / "said0").read_text()
+    assert "rank 0, in all_reduce of 3 Long (number " in said and "waits for ranks that do not answer" in said
+    assert "1" in said.partition("do not answer")[2], said
+
+
+STANDS = Standing(rank=0, moved=False, phase="step:begin", waits=True, where="all_reduce (x.py:1)")
+GATHER = Operation(group="group 5 mesh_fsdp", members=(0, 1), name="all_gather", number=7, sizes="12 Float")
+
+
+def came(operation: Operation, *, number: int | None = None) -> Recorded:
+    """A recorder of a rank that waits in the operation, or has begun only so many of its group."""
+    begun = {(operation.group, operation.members): operation.number if number is None else number}
+    return Recorded(pending=(operation,) if number is None else (), begun=begun)
 
 
 def test_a_rank_that_moved_calls_the_alarm_off():
-    stands = Standing(rank=0, moved=False, phase="step:begin", waits=True, where="all_reduce (x.py:1)")
-    assert verdict_of([stands, replace(stands, rank=1, moved=True)], 1.0) is None
-    assert "rank 1 is in" in (verdict_of([stands, replace(stands, rank=1, waits=False)], 1.0) or "")
+    assert verdict_of([STANDS, replace(STANDS, rank=1, moved=True)], 1.0) is None
+    assert "rank 1 is in" in (verdict_of([STANDS, replace(STANDS, rank=1, waits=False)], 1.0) or "")
+
+
+def test_the_recorder_names_who_has_not_come_where_stacks_do_not_tell():
+    # As on GPUs: no main thread is inside torch.distributed; they wait for their devices.
+    ahead = replace(STANDS, waits=False, where="tolist (trainer.py:1)", recorded=came(GATHER))
+    behind = replace(ahead, rank=1, recorded=came(GATHER, number=6))
+    elsewhere = replace(ahead, rank=2, recorded=Recorded(begun={}))
+    verdict = verdict_of([ahead, behind, elsewhere], 1.0) or ""
+    assert ": rank 1 is in tolist" in verdict
+    assert "ranks [0, 2] wait for it in all_gather of 12 Float (number 7 of group 5 mesh_fsdp)" in verdict
+    stuck = verdict_of([replace(ahead, waits=True), replace(ahead, rank=1, waits=True)], 1.0) or ""
+    assert "all have come to all_gather of 12 Float" in stuck

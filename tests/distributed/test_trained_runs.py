@@ -58,6 +58,15 @@ def alone(cache, tmp_path_factory) -> dict[str, Path]:
     return folders
 
 
+@pytest.mark.parametrize("kind", ["text", "pictures"])
+def test_a_world_of_one_rank_has_the_numbers_of_the_plain_process(alone, cache, tmp_path, kind):
+    # FSDP and Distributed MuonClip with nobody to talk to: the same operations in the same order.
+    trained(RUNS[kind](cache), tmp_path, world=1)
+    assert losses_of(tmp_path / "tiny") == losses_of(alone[kind])
+    assert validations_of(tmp_path / "tiny") == validations_of(alone[kind])
+    assert clipped_heads(tmp_path / "tiny") == clipped_heads(alone[kind])
+
+
 @pytest.mark.parametrize(
     "kind,parallel",
     [
@@ -68,7 +77,7 @@ def alone(cache, tmp_path_factory) -> dict[str, Path]:
         ("text", ParallelConfig(cp=2)),
         ("uneven", ParallelConfig()),
         ("pictures", ParallelConfig()),
-        ("pictures", ParallelConfig(dp_replicate=2)),
+        pytest.param("pictures", ParallelConfig(dp_replicate=2), marks=pytest.mark.long),
     ],
     ids=["fsdp", "ddp", "ep_recompute", "tp", "cp", "uneven", "pictures_fsdp", "pictures_ddp"],
 )

@@ -125,6 +125,23 @@ def differences(alone: Decoder, model: Decoder, *, same_layers: bool = True) -> 
     }
 
 
+class Outcomes:
+    """What checks return, by their name; the checks of a world run when the first of them is asked for.
+
+    Two processes of the test command then share the worlds of a file, where each would else start all of them.
+    """
+
+    def __init__(self, checks: Mapping[int, Mapping[str, Check]]) -> None:
+        self._checks = checks
+        self._found: dict[str, dict[str, Any]] = {}
+
+    def __getitem__(self, name: str) -> dict[str, Any]:
+        if name not in self._found:
+            (world_size,) = [world for world, checks in self._checks.items() if name in checks]
+            self._found |= outcomes(world_size, self._checks[world_size])
+        return self._found[name]
+
+
 def outcomes(world_size: int, checks: Mapping[str, Check]) -> dict[str, dict[str, Any]]:
     """What every check returns on rank 0 of one world for all of them: starting a world costs more than a check."""
     return run(world_size, _all_of, checks)[0]

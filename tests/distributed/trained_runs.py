@@ -57,3 +57,9 @@ def worst_difference(found: list[tuple[float, ...]], expected: list[tuple[float,
     assert len(found) == len(expected)
     pairs = [pair for mine, theirs in zip(found, expected) for pair in zip(mine, theirs, strict=True)]
     return max(abs(mine - theirs) / max(abs(theirs), 1e-12) if theirs or mine else 0.0 for mine, theirs in pairs)
+
+
+def max_logits_of(folder: Path) -> list[tuple[float, ...]]:
+    """Of every step, the largest attention logit of every layer that has any."""
+    records = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
+    return [tuple(record["max_logit"]) for record in records if record["kind"] == "train"]

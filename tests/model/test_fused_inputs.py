@@ -70,7 +70,7 @@ def latent_layer(config: MLAConfig, hidden_size: int = 10) -> LatentAttention:
 
 def latent_inputs(layer: LatentAttention, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values product by product."""
-    q, latent, k_rope = layer._compressed(x, Packing())
+    q, latent, k_rope = layer.compressed(x, Packing())
     return q, *layer._expand(latent, k_rope)
 
 

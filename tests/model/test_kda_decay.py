@@ -62,12 +62,12 @@ def test_it_is_the_reference_recurrence_with_a_scalar_gate() -> None:
     assert relative_error(found, expected) < 1e-12
 
 
-def test_it_has_as_many_decays_as_heads_and_is_not_exported(tmp_path) -> None:
+def test_it_has_as_many_decays_as_heads_and_is_not_exported_as_kimi_linear(tmp_path) -> None:
     layer = KimiDeltaAttention(32, HEAD)
     assert layer.dt_bias.shape == (2,) and layer.f_b_proj.weight.shape == (2, 8)
     model = build(replace(BASE, kda=HEAD, compute_dtype="float32"))
-    with pytest.raises(hub.FormatError, match="kda.decay='head' cannot be written"):
-        hub.save_pretrained(model, tmp_path / "out")
+    with pytest.raises(hub.FormatError, match="kda.decay='head', and Kimi-Linear has 'channel'"):
+        hub.save_pretrained(model, tmp_path / "out", target="kimi_linear")
     assert not (tmp_path / "out").exists()
     with pytest.raises(ValueError, match="kda.decay is 'token'"):
         KDAConfig(decay="token")  # type: ignore[arg-type]

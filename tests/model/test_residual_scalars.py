@@ -60,4 +60,5 @@ def test_adam_trains_the_scalars_without_decay(tokens: torch.Tensor):
 
 def test_no_public_format_has_them(tmp_path):
     with pytest.raises(FormatError, match="scalars"):
-        hub.save_pretrained(Decoder(CONFIG, seed=0), tmp_path)
+        hub.save_pretrained(Decoder(CONFIG, seed=0), tmp_path / "out", target="kimi_linear")
+    assert not (tmp_path / "out").exists()

@@ -164,6 +164,18 @@ def test_draws_follow_temperature_top_k_top_p_and_min_p() -> None:
     assert frequencies(temperature=0.0) == frequencies(temperature=1e-40) == [1.0, 0, 0, 0]
 
 
+def test_top_k_holds_without_top_p_whatever_the_last_bits_of_the_weights() -> None:
+    """Sums of weights have more bits than a float64: a share of 1 must not be rounded below them."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(400, 50, generator=generator, dtype=torch.float64)
+    largest = 1 - 2.0**-53
+    for top_k in (1, 2, 7):
+        ids, problems = draw(logits, settings_of([(1.0, top_k, 1.0, 0.0, largest)] * 400))
+        assert not problems.any()
+        ranks = (logits > logits.gather(1, ids[:, None])).sum(-1)
+        assert (ranks < top_k).all()
+
+
 def test_equal_tokens_are_cut_together_and_drawn_evenly() -> None:
     assert {one([1.0, 1.0, 0.0, 1.0], (1.0, 2, 1.0, 0.0, u))[0] for u in (0.0, 0.34, 0.99)} == {0, 1, 3}
     assert [one([1.0, 1.0], (1.0, 0, 1.0, 0.0, u))[0] for u in (0.0, 0.5 - 2**-53, 0.5, 1 - 2**-53)] == [0, 0, 1, 1]

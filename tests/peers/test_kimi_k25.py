@@ -199,8 +199,8 @@ def test_a_tower_that_computes_something_else_is_refused(change: dict, message: 
         kimi_k25.vision_from_public(kimi_k25.vision_to_public(VISION, 32) | change)
 
 
-def test_a_grid_that_is_not_square_is_not_written(tmp_path: Path) -> None:
+def test_a_grid_that_is_not_square_is_not_written_as_kimi_k25(tmp_path: Path) -> None:
     model = Decoder(replace(CONFIG, kda=KDAConfig(), vision=replace(VISION, pos_emb_width=6)))
     with pytest.raises(FormatError, match="square"):
-        hub.save_pretrained(model, tmp_path / "model")
+        hub.save_pretrained(model, tmp_path / "model", target="kimi_k25")
     assert not (tmp_path / "model").exists()

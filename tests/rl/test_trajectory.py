@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from perilune.data.media import Media
 from perilune.rl.trajectory import (
     NOT_SAMPLED,
     Recording,
@@ -24,7 +25,7 @@ def trajectory(recording: Recording, **more) -> Trajectory:
     given = {
         "environment": "copy", "task": "t1", "task_data": {"text": "ab"}, "sample": 2, "seed": 5, "iteration": 7,
         "branches": tuple(recording.branches), "messages": ({"role": "user", "content": "é\n\u2028\ud800"},),
-        "facets": {"outcome": 0.1}, "reward": 0.1, "finish": "stop", **more,
+        "weights": {"outcome": 1.0}, "facets": {"outcome": 0.1}, "reward": 0.1, "finish": "stop", **more,
     }  # fmt: skip
     return Trajectory(**given)
 
@@ -78,8 +79,30 @@ def test_a_file_gives_back_every_bit(tmp_path_factory, turns, logprobs):
             for name in ("tokens", "mask", "logprobs", "versions"):
                 np.testing.assert_array_equal(getattr(first, name), getattr(second, name))
                 assert getattr(first, name).dtype == getattr(second, name).dtype
-        names = ("environment", "task", "task_data", "sample", "seed", "iteration", "messages", "facets", "reward")
+        names = (
+            "environment",
+            "task",
+            "task_data",
+            "weights",
+            "sample",
+            "seed",
+            "iteration",
+            "messages",
+            "facets",
+            "reward",
+        )
         assert all(getattr(before, name) == getattr(after, name) for name in names)
+
+
+def test_pictures_come_back_bit_by_bit(tmp_path):
+    pixels = np.random.default_rng(0).integers(0, 256, size=(4, 3, 14, 14), dtype=np.uint8)
+    recording = Recording()
+    recording.add([1, 9, 2], [3], [-1.0], 0, media=[Media(pixels=pixels, grid=(1, 2, 2))], starts=[1])
+    recording.add([1, 9, 2, 3, 4], [5], [-1.0], 0, media=[Media(pixels=pixels, grid=(1, 2, 2))], starts=[1])
+    save_trajectories(tmp_path / "a.jsonl", [trajectory(recording)])
+    (branch,) = load_trajectories(tmp_path / "a.jsonl")[0].branches
+    assert branch.starts == (1,) and branch.media[0].grid == (1, 2, 2) and len(branch.tokens) == 6
+    np.testing.assert_array_equal(branch.media[0].pixels, pixels)
 
 
 def test_a_file_that_is_damaged_or_cut_is_not_believed(tmp_path):

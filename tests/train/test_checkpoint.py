@@ -11,8 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystem
 
 from perilune.train import checkpoint, random_state
+from tests.train.full_disks import fill_up
 
 
 class Toy(nn.Module):
@@ -170,6 +172,19 @@ def test_only_damaged_checkpoints_is_an_error_and_none_is_not(tmp_path):
     flip_a_byte(next(save(tmp_path, 10).glob("*.distcp")))
     with pytest.raises(checkpoint.CheckpointError, match="no complete checkpoint"):
         checkpoint.find(tmp_path)
+
+
+@pytest.mark.parametrize("room", [0, 100, 2000])
+def test_a_disk_that_gets_full_within_a_tensor_is_the_same_clear_error(tmp_path, monkeypatch, room):
+    # torch.save then raises an error about positions in its archive; the system's hangs behind it.
+    save(tmp_path, 10)
+    before = names(tmp_path)
+    # Put back at the end of the test.
+    monkeypatch.setattr(FileSystem, "create_stream", FileSystem.create_stream)
+    fill_up("step_00000020", room)
+    with pytest.raises(checkpoint.CheckpointError, match=r"step 20.*the disk is full"):
+        save(tmp_path, 20)
+    assert names(tmp_path) == before
 
 
 @pytest.mark.parametrize("place", ["tensors", "state", "pointer"])

@@ -28,7 +28,7 @@ def main(descriptor: int, memory: int, seconds: float) -> None:
         send(parent, b"F" + b"drawing SVG needs resvg-py: pip install 'perilune[train]'")
         return
     draw(resvg_py, {"svg": BLANK, "width": 1, "height": 1})  # whatever loads late loads now
-    _give_up_privileges(memory)
+    give_up_privileges(memory)
     send(parent, b"P")
     while (message := receive(parent)) is not None:
         signal.setitimer(signal.ITIMER_PROF, seconds)
@@ -52,7 +52,7 @@ def draw(resvg: Any, request: dict[str, Any]) -> bytes:
     )
 
 
-def _give_up_privileges(memory: int) -> None:
+def give_up_privileges(memory: int) -> None:
     try:
         import resource
     except ImportError:  # not on this system; the limits of time remain

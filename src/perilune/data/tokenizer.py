@@ -16,6 +16,9 @@ What this module promises:
     spells "<|im_end|>" cannot end a turn;
   * the same texts and size give the same tokenizer, and `fingerprint` names it;
   * the saved file is an ordinary tokenizer.json, which transformers reads too.
+
+A vocabulary that was made elsewhere (data/tiktoken_vocabulary.py) has KIMI_PATTERN and its own block of special tokens
+behind the merges; it is used as it is, if the block holds the names of REQUIRED_TOKENS.
 """
 
 import codecs
@@ -58,6 +61,8 @@ SPECIAL_TOKENS: tuple[str, ...] = (
     "[UNK]",  # Kimi has one; a byte-level encoder never produces it
     "[PAD]",
 )
+REQUIRED_TOKENS = tuple(name for name in SPECIAL_TOKENS if not name.startswith("<|reserved_") and name != "[UNK]")
+UNUSED = "<|unused_"
 NUM_BYTES = 256
 MIN_VOCAB_SIZE = NUM_BYTES + len(SPECIAL_TOKENS) + 1
 
@@ -77,6 +82,23 @@ SPLIT_PATTERN = "|".join(
 )
 
 
+KIMI_PATTERN = "|".join(
+    (
+        r"[\p{Han}]+",
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+"
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*"
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    )
+)
+"""How released Kimi models cut a text: runs of Chinese characters on their own, other words by their case."""
+
+
 class TokenizerError(ValueError):
     """A tokenizer that cannot be trained, saved or loaded, with the reason and the fix."""
 
@@ -90,12 +112,14 @@ class Tokenizer:
         core.encode_special_tokens = True
         self._core = core
         self.vocab_size: int = core.get_vocab_size(with_added_tokens=True)
-        first_special = self.vocab_size - len(SPECIAL_TOKENS)
-        self.special_ids: dict[str, int] = {name: first_special + n for n, name in enumerate(SPECIAL_TOKENS)}
+        added = sorted(core.get_added_tokens_decoder().items())
+        self.special_ids: dict[str, int] = {
+            token.content: token_id for token_id, token in added if not token.content.startswith(UNUSED)
+        }
         self.bos_id = self.special_ids["[BOS]"]
         self.eos_id = self.special_ids["[EOS]"]
         self.pad_id = self.special_ids["[PAD]"]
-        self._special_splitter = re.compile("(" + "|".join(map(re.escape, SPECIAL_TOKENS)) + ")")
+        self._special_splitter = re.compile("(" + "|".join(map(re.escape, self.special_ids)) + ")")
         self._special_names = {token_id: name for name, token_id in self.special_ids.items()}
         self._token_bytes = _token_bytes(core)
 
@@ -122,7 +146,7 @@ class Tokenizer:
         if taken:  # the pattern separates "<think" from ">", so this would be a bug in the pattern
             raise TokenizerError(f"merges spell the special tokens {sorted(taken)!r}")
         num_unused = vocab_size - len(SPECIAL_TOKENS) - core.get_vocab_size()
-        names = [f"<|unused_{n}|>" for n in range(num_unused)] + list(SPECIAL_TOKENS)
+        names = [f"{UNUSED}{n}|>" for n in range(num_unused)] + list(SPECIAL_TOKENS)
         core.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
         return cls(core)
 
@@ -193,7 +217,7 @@ class Tokenizer:
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
         """Token ids of `text`. Special-token strings are ordinary text unless `allow_special` is true.
 
-        With `allow_special=True` every name of SPECIAL_TOKENS found in `text` becomes its id: only for strings the
+        With `allow_special=True` every name of `special_ids` found in `text` becomes its id: only for strings the
         program itself wrote, such as a chat template.
         """
         if not allow_special:
@@ -250,7 +274,7 @@ class Tokenizer:
         parts = json.loads(self.to_json())
         content = {
             "version": VERSION,
-            "pattern": SPLIT_PATTERN,
+            "pattern": _pattern(parts),
             "vocabulary": parts["model"]["vocab"],
             "merges": _merges(parts),
             "added": [(token["id"], token["content"]) for token in parts["added_tokens"]],
@@ -326,12 +350,27 @@ def _merges(parts: dict) -> list[list[str]]:
     return [merge.split(" ") if isinstance(merge, str) else list(merge) for merge in parts["model"]["merges"]]
 
 
-def _check_layout(parts: dict) -> None:
-    """Raise ValueError unless the parsed tokenizer.json has this module's pattern, alphabet and block of specials."""
+def _pattern(parts: dict) -> str:
+    """The pattern that cuts a text into pieces; ValueError where something else than one pattern does."""
     # Only what matters is compared: other library versions may write more fields.
     steps = (parts["pre_tokenizer"] or {}).get("pretokenizers", [])
-    if [step["type"] for step in steps] != ["Split", "ByteLevel"] or steps[0]["pattern"] != {"Regex": SPLIT_PATTERN}:
-        raise ValueError("its pre-tokenisation differs from this version's")
+    if [step["type"] for step in steps] != ["Split", "ByteLevel"] or list(steps[0]["pattern"]) != ["Regex"]:
+        raise ValueError("its text is not cut by one pattern and then into bytes")
+    if (
+        steps[0]["behavior"] != "Isolated"
+        or steps[0]["invert"]
+        or steps[1]["add_prefix_space"]
+        or steps[1]["use_regex"]
+    ):
+        raise ValueError("its pattern drops or joins text, or a second one cuts it again")
+    if steps[0]["pattern"]["Regex"] not in (SPLIT_PATTERN, KIMI_PATTERN):
+        raise ValueError("its pattern is neither this version's nor that of released Kimi models")
+    return steps[0]["pattern"]["Regex"]
+
+
+def _check_layout(parts: dict) -> None:
+    """Raise ValueError unless the parsed tokenizer.json has one pattern, this alphabet and a block of specials."""
+    _pattern(parts)
     if parts["normalizer"] is not None:
         raise ValueError("it has a normalizer, so decode(encode(text)) would not give the text back")
     vocabulary = parts["model"]["vocab"]
@@ -344,8 +383,9 @@ def _check_layout(parts: dict) -> None:
     if any(left + right not in vocabulary for left, right in _merges(parts)):
         raise ValueError("a merge gives a token that is not in its vocabulary")
     added = [(token["id"], token["content"]) for token in parts["added_tokens"]]
-    if tuple(name for _, name in added[-len(SPECIAL_TOKENS) :]) != SPECIAL_TOKENS:
-        raise ValueError("its special tokens are not the block this version reserves")
+    missing = set(REQUIRED_TOKENS) - {name for _, name in added}
+    if missing:
+        raise ValueError(f"it lacks the special tokens {', '.join(sorted(missing))}")
     if [token_id for token_id, _ in added] != list(range(len(vocabulary), len(vocabulary) + len(added))):
         raise ValueError("its special tokens are not at the end of the vocabulary")
 

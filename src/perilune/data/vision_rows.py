@@ -96,7 +96,7 @@ class VisionRows:
     def batch(self, first_row: int, count: int) -> PackedBatch:
         """Rows first_row .. first_row + count - 1."""
         rows = [self.row(index) for index in range(first_row, first_row + count)]
-        return _assemble(rows, self.tokenizer)
+        return assemble(rows, self.tokenizer)
 
     def examples(self, count: int, *, task: str | None = None) -> list[Exercise]:
         """The first `count` exercises (of one task, where given) that rows of this kind are made of."""
@@ -171,7 +171,7 @@ class GroupMaker:
             packed[-1].append(made)
             used += len(made.tokens) - 1
             num_documents += 1
-        rows = tuple(_row(documents, self.seq_len, tokenizer.pad_id) for documents in packed)
+        rows = tuple(lay_row(documents, self.seq_len, tokenizer.pad_id) for documents in packed)
         return Group(rows=rows, num_documents=num_documents, num_skipped=num_skipped)
 
     def _nothing_fits(self, length: int | None) -> str:
@@ -191,7 +191,8 @@ def _tokenizer(content: str) -> Tokenizer:
     return Tokenizer.from_json(content)
 
 
-def _row(documents: Sequence[VisionDocument], seq_len: int, pad_id: int) -> VisionRow:
+def lay_row(documents: Sequence[VisionDocument], seq_len: int, pad_id: int) -> VisionRow:
+    """Documents one after another, then padding. They have to fit: each takes one place less than it has tokens."""
     tokens = np.full(seq_len, pad_id, dtype=np.int32)
     targets = np.full(seq_len, IGNORED, dtype=np.int32)
     starts, at = [], 0
@@ -207,7 +208,8 @@ def _row(documents: Sequence[VisionDocument], seq_len: int, pad_id: int) -> Visi
     return VisionRow(tokens=tokens, targets=targets, starts=np.array(starts, dtype=np.int64), media=media)
 
 
-def _assemble(rows: Sequence[VisionRow], tokenizer: Tokenizer) -> PackedBatch:
+def assemble(rows: Sequence[VisionRow], tokenizer: Tokenizer) -> PackedBatch:
+    """Rows of equal length as one batch, with the patches of their pictures."""
     if not rows:
         raise ValueError("count=0: a batch has at least one row")
     seq_len = len(rows[0].tokens)

@@ -1,32 +1,56 @@
 """Weights and config to and from the public DeepSeek-V3 format (also Kimi K2's language model): MLA with RoPE."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from perilune.hub.entries import (
     Entry,
-    FormatError,
     check_supported,
     expert_entries,
     renamed,
     require,
     top_entries,
 )
-from perilune.hub.kimi_linear import LAYER_NORMS, mla_entries, mla_from_public, rope_from_public, rope_to_public
+from perilune.hub.kimi_linear import (
+    LAYER_NORMS,
+    max_positions,
+    mla_entries,
+    mla_from_public,
+    rope_from_public,
+    rope_to_public,
+)
 from perilune.model import ModelConfig, MoEConfig
 
 PUBLIC_TYPES = ("deepseek_v3", "kimi_k2")
 
 
+def why_not(config: ModelConfig) -> list[str]:
+    """What of a language model DeepSeek-V3 cannot say; the vision tower beside it is the business of kimi_k25."""
+    reasons = []
+    if "kda" in config.layer_pattern():
+        reasons.append("it has KDA layers (model.layer_types), and DeepSeek-V3 has latent attention in every layer")
+    if config.mla.rope is None:
+        reasons.append("its latent attention has no positions (model.mla.rope is None), and DeepSeek-V3 rotates")
+    if config.residual != "plain":
+        reasons.append(f"model.residual={config.residual!r}, and DeepSeek-V3 adds plain sums")
+    if config.moe is not None and config.moe.num_shared_experts == 0:
+        reasons.append("model.moe.num_shared_experts=0, and DeepSeek-V3 has at least one")
+    return reasons
+
+
+def are_keys(public: Mapping[str, Any]) -> bool:
+    """Whether a config says it in the words of DeepSeek-V3, under its own type or ours."""
+    return public.get("model_type", "deepseek_v3") in PUBLIC_TYPES or "n_routed_experts" in public
+
+
 def fits(config: ModelConfig) -> bool:
-    """Whether a model is a DeepSeek-V3: latent attention with rotary positions in every layer, plain residuals."""
-    return set(config.layer_pattern()) == {"mla"} and config.mla.rope is not None and config.residual == "plain"
+    """Whether a language model is a DeepSeek-V3."""
+    return not why_not(config)
 
 
 def to_public(config: ModelConfig) -> dict[str, Any]:
     moe = config.moe or MoEConfig(first_k_dense_replace=config.num_hidden_layers)
     assert config.mla.rope is not None
-    if moe.num_shared_experts == 0:
-        raise FormatError("moe.num_shared_experts=0 cannot be written: DeepSeek-V3 has at least one shared expert")
     return {
         "model_type": "deepseek_v3",
         "architectures": ["DeepseekV3ForCausalLM"],
@@ -44,7 +68,7 @@ def to_public(config: ModelConfig) -> dict[str, Any]:
         "v_head_dim": config.mla.v_head_dim,
         "rope_interleave": config.mla.rope.interleaved,
         "rope_parameters": rope_to_public(config.mla.rope),
-        "max_position_embeddings": int(config.mla.rope.original_max_position_embeddings * config.mla.rope.factor),
+        "max_position_embeddings": max_positions(config.mla.rope),
         "rms_norm_eps": config.rms_norm_eps,
         "initializer_range": config.initializer_range,
         "tie_word_embeddings": config.tie_word_embeddings,
@@ -59,6 +83,7 @@ def to_public(config: ModelConfig) -> dict[str, Any]:
         "n_group": moe.num_expert_group,
         "topk_group": moe.topk_group,
         "num_nextn_predict_layers": 0,
+        "router_bias_update_rate": moe.bias_update_rate,
     }
 
 
@@ -88,6 +113,7 @@ def from_public(public: dict[str, Any]) -> ModelConfig:
             moe_renormalize=public.get("norm_topk_prob", True),
             num_expert_group=public.get("n_group") or 1,
             topk_group=public.get("topk_group") or 1,
+            bias_update_rate=public.get("router_bias_update_rate", MoEConfig.bias_update_rate),
         )
     return ModelConfig(
         vocab_size=require(public, "vocab_size"),

@@ -23,13 +23,17 @@ class Entry:
     split: Callable[[Tensor], list[Tensor]]
 
     def read(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        parts = []
+        return self.join([tensors[name] for name in self.found(tensors)])
+
+    def found(self, tensors: Mapping[str, Tensor]) -> list[str]:
+        """The names under which its public tensors are there; FormatError names the first that is missing."""
+        result = []
         for names in self.public:
-            found = next((name for name in names if name in tensors), None)
-            if found is None:
+            name = next((name for name in names if name in tensors), None)
+            if name is None:
                 raise FormatError(f"the weights lack {names[0]!r}: the folder is incomplete or of another architecture")
-            parts.append(tensors[found])
-        return self.join(parts)
+            result.append(name)
+        return result
 
     def written(self, tensor: Tensor) -> dict[str, Tensor]:
         parts = self.split(tensor)

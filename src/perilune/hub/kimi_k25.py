@@ -54,8 +54,20 @@ SUPPORTED = {
 """Keys of vision_config that change what the tower computes, and the values it can compute."""
 
 
-def fits(config: ModelConfig) -> bool:
-    return config.vision is not None
+def why_not(config: ModelConfig) -> list[str]:
+    """What of a model the public type cannot say."""
+    vision, reasons = (
+        config.vision,
+        [reason.replace("DeepSeek-V3", "Kimi K2.5") for reason in deepseek_v3.why_not(config)],
+    )
+    if vision is None:
+        return ["it has no vision tower (model.vision is None), and Kimi K2.5 has one", *reasons]
+    if vision.pos_emb_height != vision.pos_emb_width:
+        reasons.append(
+            f"model.vision.pos_emb_height={vision.pos_emb_height!r} and pos_emb_width={vision.pos_emb_width!r} differ, "
+            "and transformers reads a square grid"
+        )
+    return reasons
 
 
 def _text_format(config: ModelConfig) -> ModuleType:
@@ -65,15 +77,9 @@ def _text_format(config: ModelConfig) -> ModuleType:
 def to_public(config: ModelConfig) -> dict[str, Any]:
     assert config.vision is not None, "a model without a tower has a format of its own"
     vision = config.vision
-    if vision.pos_emb_height != vision.pos_emb_width:
-        raise FormatError(
-            f"vision.pos_emb_height={vision.pos_emb_height!r} differs from pos_emb_width={vision.pos_emb_width!r}, "
-            "which cannot be written: transformers reads a square grid"
-        )
-    known = deepseek_v3.fits(config)
     return {
-        "model_type": PUBLIC_TYPE if known else kimi_linear.OWN_TYPE,
-        "architectures": ["Kimi_K25ForConditionalGeneration" if known else "PeriluneForConditionalGeneration"],
+        "model_type": PUBLIC_TYPE,
+        "architectures": ["Kimi_K25ForConditionalGeneration"],
         "dtype": "float32",
         "text_config": _text_format(config).to_public(replace(config, vision=None)),
         "vision_config": vision_to_public(vision, config.hidden_size),
@@ -111,7 +117,7 @@ def from_public(public: dict[str, Any]) -> ModelConfig:
         raise FormatError(
             f"projection_layer_norm_eps={public['projection_layer_norm_eps']!r} is not supported: expected {EPS}"
         )
-    reader = deepseek_v3 if kind in deepseek_v3.PUBLIC_TYPES else kimi_linear
+    reader = deepseek_v3 if deepseek_v3.are_keys(text) else kimi_linear
     if public.get("projection_hidden_size") not in (None, vision.hidden_size):
         raise FormatError(
             f"projection_hidden_size={public['projection_hidden_size']!r} differs from the hidden_size="

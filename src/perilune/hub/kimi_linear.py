@@ -2,7 +2,8 @@
 
 Units and names that differ from ours, all of them here:
 - `linear_attn_config` lists layers from 1; ours are a tuple of kinds.
-- `attn_res_block_size` counts transformer layers, `block_sublayers` counts sublayers (two per layer).
+- `attn_res_block_size` counts transformer layers, `block_sublayers` counts sublayers (two per layer); an odd number of
+  them is written as `attn_res_block_sublayers`.
 - convolutions are three tensors [P, 1, width], ours is one [3 P, width]; A_log is [1, 1, H, 1], ours is [H].
 - experts are one tensor each (w1 gate, w3 up, w2 down), ours are stacked.
 - a residual site is a norm weight [d] and a projection [1, d] (`self_attention_res_norm`, `self_attention_res_proj`).
@@ -32,16 +33,35 @@ from perilune.model.config import LayerType
 
 PUBLIC_TYPE = "kimi_linear"
 OWN_TYPE = "perilune"
-"""Written for models that transformers' kimi_linear would load but compute wrongly (residual mixes, bounded gates)."""
+"""Written for models that no public type holds (residual mixes, bounded gates, a tower beside KDA layers, ...)."""
+
+
+def why_not(config: ModelConfig) -> list[str]:
+    """What of a model the public type cannot say; transformers would compute something else."""
+    reasons = []
+    if config.vision is not None:
+        reasons.append("it has a vision tower (model.vision), and Kimi-Linear reads text only")
+    if config.residual != "plain":
+        reasons.append(f"model.residual={config.residual!r}, and Kimi-Linear adds plain sums")
+    if "kda" in config.layer_pattern():
+        for name, value in (
+            ("gate_lower_bound", None),
+            ("use_full_rank_gate", False),
+            ("allow_neg_eigval", False),
+            ("decay", "channel"),
+        ):
+            if getattr(config.kda, name) != value:
+                reasons.append(f"model.kda.{name}={getattr(config.kda, name)!r}, and Kimi-Linear has {value!r}")
+    if config.mla.rope is not None and "mla" in config.layer_pattern():
+        reasons.append("its latent attention has rotary positions (model.mla.rope), and Kimi-Linear has none")
+    if config.moe is not None and config.moe.num_shared_experts == 0:
+        reasons.append("model.moe.num_shared_experts=0, and Kimi-Linear has at least one")
+    return reasons
 
 
 def to_public(config: ModelConfig) -> dict[str, Any]:
+    """Its keys, and ours for what they cannot say."""
     pattern = config.layer_pattern()
-    if config.kda.decay != "channel" and "kda" in pattern:
-        raise FormatError(
-            f"kda.decay={config.kda.decay!r} cannot be written: no public format has a Kimi Delta Attention with one "
-            "decay per head; train with kda.decay='channel' to export"
-        )
     public: dict[str, Any] = {
         "model_type": PUBLIC_TYPE,
         "architectures": ["KimiLinearForCausalLM"],
@@ -72,11 +92,8 @@ def to_public(config: ModelConfig) -> dict[str, Any]:
         **_moe_to_public(config),
     }
     extra = _own_keys(config)
-    if extra:
-        public |= {"model_type": OWN_TYPE, "architectures": ["PeriluneForCausalLM"]}
-        public["linear_attn_config"] |= extra.pop("linear_attn_config", {})
-        public |= extra
-    return public
+    public["linear_attn_config"] |= extra.pop("linear_attn_config", {})
+    return public | extra
 
 
 def _moe_to_public(config: ModelConfig) -> dict[str, Any]:
@@ -100,30 +117,32 @@ def _own_keys(config: ModelConfig) -> dict[str, Any]:
     """What transformers' kimi_linear cannot express."""
     extra: dict[str, Any] = {}
     if config.residual == "scalars":
-        raise FormatError("residual='scalars' cannot be written: no public format has residual scalars")
-    if config.residual == "attnres":
+        extra["residual_scalars"] = True
+    elif config.residual == "attnres":
         extra["attn_res_full"] = True
+    elif config.residual == "block_attnres" and config.block_sublayers % 2:
+        extra["attn_res_block_sublayers"] = config.block_sublayers
     elif config.residual == "block_attnres":
-        if config.block_sublayers % 2:
-            raise FormatError(
-                f"block_sublayers={config.block_sublayers!r} cannot be written: the public attn_res_block_size counts "
-                "whole layers of two sublayers; use an even block_sublayers, or residual='attnres' for blocks of one"
-            )
         extra["attn_res_block_size"] = config.block_sublayers // 2
     linear: dict[str, Any] = {
         key: True for key in ("use_full_rank_gate", "allow_neg_eigval") if getattr(config.kda, key)
     }
     if config.kda.gate_lower_bound is not None:
         linear["gate_lower_bound"] = config.kda.gate_lower_bound
+    if config.kda.decay != "channel":
+        linear["decay"] = config.kda.decay
     if linear:
         extra["linear_attn_config"] = linear
     if config.mla.rope is not None:
         rope = config.mla.rope
         extra["rope_interleave"] = rope.interleaved
         extra["rope_parameters"] = rope_to_public(rope)
-    if config.moe is not None and config.moe.num_shared_experts == 0:
-        extra["num_shared_experts"] = 0
+        extra["max_position_embeddings"] = max_positions(rope)
     return extra
+
+
+def max_positions(rope: RopeConfig) -> int:
+    return int(rope.original_max_position_embeddings * rope.factor)
 
 
 def rope_to_public(rope: RopeConfig) -> dict[str, Any]:
@@ -218,8 +237,12 @@ def from_public(public: dict[str, Any]) -> ModelConfig:
     linear |= public.get("linear_attn_config") or {}
     layers = require(public, "num_hidden_layers")
     residual, block_sublayers = "plain", 4
-    if public.get("attn_res_full"):
+    if public.get("residual_scalars"):
+        residual = "scalars"
+    elif public.get("attn_res_full"):
         residual = "attnres"
+    elif public.get("attn_res_block_sublayers"):
+        residual, block_sublayers = "block_attnres", public["attn_res_block_sublayers"]
     elif public.get("attn_res_block_size"):
         residual, block_sublayers = "block_attnres", 2 * public["attn_res_block_size"]
     dense = _dense_layers(public)
@@ -235,6 +258,7 @@ def from_public(public: dict[str, Any]) -> ModelConfig:
             gate_lower_bound=linear.get("gate_lower_bound", public.get("gate_lower_bound")),
             use_full_rank_gate=linear.get("use_full_rank_gate", False),
             allow_neg_eigval=linear.get("allow_neg_eigval", False),
+            decay=linear.get("decay", "channel"),
         ),
         mla=mla_from_public(public, rope=None if public.get("mla_use_nope", True) else rope_from_public(public)),
         intermediate_size=require(public, "intermediate_size"),
@@ -283,15 +307,18 @@ def _moe_from_public(public: dict[str, Any], dense: int) -> MoEConfig:
 def entries(config: ModelConfig) -> list[Entry]:
     """How every tensor of the model maps to public tensors."""
     result = top_entries(config)
-    if config.residual != "plain":
+    mixes = config.residual in ("attnres", "block_attnres")
+    if mixes:
         result += _site("out_res", "model.output_attn_res")
     for index, kind in enumerate(config.layer_pattern()):
         ours, public = f"layers.{index}.", f"model.layers.{index}."
         result += [renamed(ours + norm, public + norm) for norm in LAYER_NORMS]
         result += _kda(ours, public, config) if kind == "kda" else mla_entries(ours, public, config.mla)
-        if config.residual != "plain":
+        if mixes:
             result += _site(ours + "attn_res", public + "self_attention_res")
             result += _site(ours + "mlp_res", public + "mlp_res")
+        if config.residual == "scalars":
+            result += [renamed(ours + name, public + name) for name in SCALARS]
         if config.moe is not None and config.is_moe_layer(index):
             names = ("block_sparse_moe.", "w1", "w3", "w2")
             result += expert_entries(ours + "mlp.", public, config.moe, *names)
@@ -302,6 +329,7 @@ def entries(config: ModelConfig) -> list[Entry]:
     return result
 
 
+SCALARS = ("res_scalars.sum_scale", "res_scalars.embedding_scale")
 LAYER_NORMS = ("input_layernorm.weight", "post_attention_layernorm.weight")
 
 

@@ -10,6 +10,7 @@ places of the <|media_pad|> embeddings, and from there on a picture is a run of 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import prod
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +18,11 @@ from torch import Tensor, nn
 from perilune.kernels.embedding import embed
 from perilune.model.cache import DecodeCache, KDACache, MLACache
 from perilune.model.config import ComputeDtype, ModelConfig
+from perilune.model.deterministic import hidden_of_documents, logits_of_rows, token_log_probs
 from perilune.model.documents import Packing, positions_of
-from perilune.model.head import cross_entropy_sum
+from perilune.model.head import IGNORED, cross_entropy_sum
 from perilune.model.kda import KimiDeltaAttention
-from perilune.model.linear import Linear, RMSNorm, SwiGLU, has_hooks
+from perilune.model.linear import Linear, RMSNorm, SwiGLU, at_least_float32, has_hooks
 from perilune.model.mla import LatentAttention
 from perilune.model.moe import Experts, MixtureOfExperts, Router
 from perilune.model.paged import LatentPool, PagedBatch, PagedCache, StatePool
@@ -82,6 +84,8 @@ class Decoder(nn.Module):
         self.vision_tower = None if config.vision is None else MoonViT3D(config.vision)
         self.mm_projector = None if config.vision is None else Projector(config.vision, config.hidden_size)
         self.compute_dtype = config.dtype()
+        self.deterministic = False
+        """Bits that do not depend on batches, chunks and caches: see deterministic.py."""
         if config.compute_dtype == "float64":
             self.double()
         generator = None if seed is None else torch.Generator().manual_seed(seed)
@@ -127,11 +131,15 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Final normed hidden states [B, T, hidden]. The features of `media` overwrite the embeddings at its places."""
         self._check(tokens_BT, cu_seqlens, cache)
+        if self.deterministic:
+            if cache is not None:
+                raise ValueError("a deterministic model decodes through the engine; drop the cache")
+            return hidden_of_documents(self, tokens_BT, cu_seqlens, media)
         start = 0 if cache is None else cache.length
         rotates = self.config.mla.rope is not None
         positions = positions_of(tokens_BT, cu_seqlens, start) if rotates else None
         packing = Packing(cu_seqlens=cu_seqlens, positions=positions)
-        stream = self._open(self._with_media(self._embedded(tokens_BT), media))
+        stream = self.open_stream(tokens_BT, media)
         for index, layer in enumerate(self.layers):
             stream = layer(stream, packing, None if cache is None else cache.layers[index])
         if cache is not None:
@@ -145,7 +153,7 @@ class Decoder(nn.Module):
 
         `media` holds features and their rows in the step.
         """
-        stream = self._open(self._with_media(self._embedded(batch.tokens), media))
+        stream = self.open_stream(batch.tokens, media)
         for layer, pool in zip(self.layers, cache.layers, strict=True):
             stream = layer(stream, batch, pool)
         h, _ = stream.read(self.norm)
@@ -153,8 +161,10 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """In at least float32, whatever the compute dtype."""
+        if self.deterministic:
+            return at_least_float32(logits_of_rows(hidden, self.head_weight()))
         logits = nn.functional.linear(hidden, self.head_weight().to(hidden.dtype))
-        return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+        return at_least_float32(logits)
 
     def loss(
         self,
@@ -165,13 +175,20 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Sum over valid targets (!= -100) of the cross entropy in nats; a float32 scalar."""
         hidden = self.hidden(tokens_BT, cu_seqlens=cu_seqlens, media=media)
+        if self.deterministic:
+            valid = targets_BT.flatten() != IGNORED
+            return -token_log_probs(self.logits(hidden.flatten(0, 1)[valid]), targets_BT.flatten()[valid]).sum()
         return cross_entropy_sum(hidden.flatten(0, 1), self.head_weight(), targets_BT.flatten())
 
     def vision_features(self, pixels: Tensor, grids: Sequence[Grid]) -> Tensor:
         """[N, hidden]: what the language model reads of media items, uint8 or normalised pixels [P, 3, 14, 14]."""
         if self.vision_tower is None or self.mm_projector is None:
             raise ValueError("media holds pixels, but model.vision is None: expected a model with a vision tower")
-        return self.mm_projector(self.vision_tower(normalized(pixels, self.compute_dtype), grids))
+        pixels = normalized(pixels, self.compute_dtype)
+        if self.deterministic and len(grids) > 1:
+            items = zip(pixels.split([prod(grid) for grid in grids]), grids, strict=True)
+            return torch.cat([self.mm_projector(self.vision_tower(item.clone(), (grid,))) for item, grid in items])
+        return self.mm_projector(self.vision_tower(pixels, grids))
 
     def head_weight(self) -> Tensor:
         return self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
@@ -221,6 +238,10 @@ class Decoder(nn.Module):
 
     def _routers(self) -> list[Router]:
         return [module for module in self.modules() if isinstance(module, Router)]
+
+    def open_stream(self, tokens_BT: Tensor, media: MediaInput | None = None) -> Stream:
+        """The residual path before the first layer: embeddings, those of pictures overwritten by their features."""
+        return self._open(self._with_media(self._embedded(tokens_BT), media))
 
     def _embedded(self, tokens_BT: Tensor) -> Tensor:
         table = self.embed_tokens

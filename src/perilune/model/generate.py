@@ -23,7 +23,7 @@ class SamplingConfig:
     top_k: int = 0
     """Keep the k most likely tokens; 0 keeps all."""
     min_p: float = 0.0
-    """Keep tokens at least so likely as this share of the most likely; 0 keeps all."""
+    """Keep tokens whose probability is at least this share of the largest one; 0 keeps all."""
     seed: int = 0
 
     def __post_init__(self) -> None:

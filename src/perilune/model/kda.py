@@ -28,7 +28,7 @@ from perilune.kernels.triton_support import why_not_triton
 from perilune.model.cache import KDACache
 from perilune.model.documents import Packing
 from perilune.model.kda_inputs import KDAInputs, kda_inputs
-from perilune.model.linear import Linear, RMSNorm, are_plain, at_least_float32, takes_one_product
+from perilune.model.linear import Linear, RMSNorm, are_plain, at_least_float32, side_by_side, takes_one_product
 from perilune.model.paged import Chunks, PagedBatch, StatePool
 from perilune.optim.matrices import Adam, ColumnBlocks, Layout, RowBlocks
 
@@ -47,7 +47,8 @@ class KDAConfig:
     allow_neg_eigval: bool = False
     """beta in [0, 2] instead of [0, 1]."""
     decay: Decay = "channel"
-    """Whether every key channel forgets at its own rate, or all of a head at one: an ablation, not for export."""
+    """Whether every key channel forgets at its own rate, or all of a head at one: an ablation. Exported under our own
+    type only."""
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "head_dim", "short_conv_kernel_size"):
@@ -154,13 +155,14 @@ class KimiDeltaAttention(nn.Module):
 
     def _paged(self, x_1TD: Tensor, batch: PagedBatch, pool: StatePool) -> Tensor:
         """One token of some sequences and chunks of others; their slots move on."""
-        projected = tuple(part[0] for part in self._projected(x_1TD))
+        qkv, gate_input, beta, output_gate = (part[0] for part in self._projected(x_1TD))
         first = batch.num_decodes
         parts = []
         if first:
             parts.append(
                 kda_decode(
-                    *(part[:first] for part in projected), pool.conv, pool.state, batch.slots,
+                    qkv[:first], gate_input[:first], beta[:first], output_gate[:first],
+                    pool.conv, pool.state, batch.slots,
                     conv_weight=self.conv_weight,
                     norm_weight=self.o_norm.weight,
                     gate=self.gate(),
@@ -169,7 +171,8 @@ class KimiDeltaAttention(nn.Module):
                 )
             )  # fmt: skip
         if batch.chunks is not None:
-            parts.append(self._chunks(*(part[first:] for part in projected), batch.chunks, pool))
+            later = (qkv[first:], gate_input[first:], beta[first:], output_gate[first:])
+            parts.append(self._chunks(*later, batch.chunks, pool))
         gated = parts[0] if len(parts) == 1 else torch.cat(parts)
         return self.o_proj(gated.unsqueeze(0))
 
@@ -202,13 +205,24 @@ class KimiDeltaAttention(nn.Module):
 
     def _projected(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(q, k and v side by side before the convolution, gate input, beta's logits, output gate)"""
-        qkv = torch.cat([self.q_proj(x_BTD), self.k_proj(x_BTD), self.v_proj(x_BTD)], dim=-1)
-        gate_input = self.f_b_proj(self.f_a_proj(x_BTD))
+        maps = self.maps_of_input()
+        products = side_by_side(x_BTD, *maps)
+        if products is None:
+            q, k, v, decay, gate, beta = (linear(x_BTD) for linear in maps)
+            qkv = torch.cat([q, k, v], dim=-1)
+        else:
+            width = self.q_proj.out_features
+            sizes = (3 * width, *(linear.out_features for linear in maps[3:]))
+            qkv, decay, gate, beta = products.split(sizes, dim=-1)
+        gate_input = self.f_b_proj(decay)
         if self.config.decay == "head":
             gate_input = gate_input.repeat_interleave(self.config.head_dim, dim=-1)
-        beta = self.b_proj(x_BTD)
-        output_gate = self.g_proj(x_BTD) if self.config.use_full_rank_gate else self.g_b_proj(self.g_a_proj(x_BTD))
-        return qkv, gate_input, beta, output_gate
+        return qkv, gate_input, beta, gate if self.config.use_full_rank_gate else self.g_b_proj(gate)
+
+    def maps_of_input(self) -> tuple[Linear, ...]:
+        """The six maps that read x: q, k, v, the first half of the decay's, the output gate's (first half), beta's."""
+        gate = self.g_proj if self.config.use_full_rank_gate else self.g_a_proj
+        return self.q_proj, self.k_proj, self.v_proj, self.f_a_proj, gate, self.b_proj
 
     def _inputs(self, x_BTD: Tensor, cu_seqlens: Tensor | None, cache: KDACache | None) -> KDAInputs:
         """Product by product: any device, any dtype, gradients everywhere."""

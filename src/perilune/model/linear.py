@@ -7,7 +7,9 @@ On CUDA in half precision, maps of the same input share one matrix product with 
 gradient of a weight leaves its product in float32: never rounded to half precision, never copied to be widened.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -38,6 +40,36 @@ def takes_one_product(x: Tensor, *weights: Tensor) -> bool:
         and all(weight.dtype == torch.float32 for weight in weights)
         and not torch.is_autocast_enabled("cuda")
     )
+
+
+_SEPARATE = ContextVar("separate products", default=False)
+
+
+@contextmanager
+def separate_products() -> Iterator[None]:
+    """Every map multiplies by itself inside, as in training: a product with more columns may round differently."""
+    token = _SEPARATE.set(True)
+    try:
+        yield
+    finally:
+        _SEPARATE.reset(token)
+
+
+def side_by_side(x: Tensor, *linears: "Linear") -> Tensor | None:
+    """x times the weights of all these maps in one product, if they lie side by side (side_by_side.py), else None."""
+    if torch.is_grad_enabled() or _SEPARATE.get() or not are_plain(*linears):
+        return None
+    first = linears[0].weight
+    address, rows = first.data_ptr(), 0
+    for linear in linears:
+        weight = linear.weight
+        if weight.data_ptr() != address or weight.dtype != x.dtype or not weight.is_contiguous():
+            return None
+        address += weight.nbytes
+        rows += weight.shape[0]
+    if first.untyped_storage().data_ptr() + first.untyped_storage().nbytes() < address:
+        return None  # neighbours by chance
+    return F.linear(x, first.as_strided((rows, first.shape[1]), (first.shape[1], 1)))
 
 
 def are_plain(*modules: nn.Module) -> bool:
@@ -112,6 +144,9 @@ class SwiGLU(nn.Module):
             weights = (self.gate_proj.weight, self.up_proj.weight)
             if takes_one_product(x, *weights):
                 return self.down_proj(swiglu(projections(x, weights)))
+        both = side_by_side(x, self.gate_proj, self.up_proj)
+        if both is not None:
+            return self.down_proj(swiglu(both))
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from perilune.kernels.attention import attention
+from perilune.kernels.attention.continued import continued_attention
 from perilune.kernels.mla_decode import mla_decode
 from perilune.kernels.triton_support import why_not_triton
 from perilune.model.cache import MLACache
 from perilune.model.documents import Packing
-from perilune.model.linear import Linear, RMSNorm, are_plain, takes_one_product
+from perilune.model.linear import Linear, RMSNorm, are_plain, side_by_side, takes_one_product
 from perilune.model.mla_inputs import mla_inputs
 from perilune.model.paged import Chunks, LatentPool, PagedBatch
 from perilune.model.rope import RopeConfig, rotate, rotation, softmax_scale_factor
@@ -88,7 +89,7 @@ class LatentAttention(nn.Module):
         if self._takes_inputs_at_once(x_BTD, cache):
             q, k, v = self._inputs_at_once(x_BTD)
         else:
-            q, latent, k_rope = self._compressed(x_BTD, packing)
+            q, latent, k_rope = self.compressed(x_BTD, packing)
             if cache is not None:
                 latent, k_rope = cache.append(torch.cat([latent, k_rope], dim=-1)).split(
                     [self.config.kv_lora_rank, self.config.qk_rope_head_dim], dim=-1
@@ -134,12 +135,17 @@ class LatentAttention(nn.Module):
         )
         return (self._queries(x_BTD) if q is None else q), k, v
 
-    def _compressed(self, x_BTD: Tensor, packing: Packing) -> tuple[Tensor, Tensor, Tensor]:
+    def compressed(self, x_BTD: Tensor, packing: Packing) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [B, T, H, E], latents [B, T, R] and the key part that the heads share, both rotated if positions
         are."""
         config = self.config
-        q = self._queries(x_BTD)
-        latent, k_rope = self.kv_a_proj_with_mqa(x_BTD).split([config.kv_lora_rank, config.qk_rope_head_dim], dim=-1)
+        products = side_by_side(x_BTD, *self.maps_of_input())
+        if products is None:
+            q, latent_and_key = self._queries(x_BTD), self.kv_a_proj_with_mqa(x_BTD)
+        else:
+            q, latent_and_key = products.split([linear.out_features for linear in self.maps_of_input()], dim=-1)
+            q = self._per_head(q)
+        latent, k_rope = latent_and_key.split([config.kv_lora_rank, config.qk_rope_head_dim], dim=-1)
         latent = self.kv_a_layernorm(latent)
         if config.rope is not None:
             q_nope, q_rope = q.split([config.qk_nope_head_dim, config.qk_rope_head_dim], dim=-1)
@@ -150,11 +156,17 @@ class LatentAttention(nn.Module):
         return q, latent, k_rope
 
     def _queries(self, x_BTD: Tensor) -> Tensor:
-        if self.config.q_lora_rank is None:
-            q = self.q_proj(x_BTD)
-        else:
-            q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_BTD)))
+        return self._per_head(self.maps_of_input()[0](x_BTD))
+
+    def _per_head(self, q: Tensor) -> Tensor:
+        """[..., H, E] from the first map of the queries."""
+        if self.config.q_lora_rank is not None:
+            q = self.q_b_proj(self.q_a_layernorm(q))
         return q.unflatten(-1, (self.config.num_attention_heads, self.config.qk_head_dim))
+
+    def maps_of_input(self) -> tuple[Linear, Linear]:
+        """The two maps that read x: the queries' (first), and that of latent and shared key."""
+        return (self.q_proj if self.config.q_lora_rank is None else self.q_a_proj), self.kv_a_proj_with_mqa
 
     def _expand(self, latent_BTR: Tensor, k_rope_BTE: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of every head."""
@@ -166,42 +178,48 @@ class LatentAttention(nn.Module):
 
     def _absorbed(self, q_BTHE: Tensor, latent_BSR: Tensor, k_rope_BSE: Tensor) -> Tensor:
         """One decoding step over the latents: q W_uk instead of W_uk c for every cached token."""
-        up_k, up_v = self._up_projections(q_BTHE.dtype)
-        q = self._absorbing(q_BTHE, up_k)
+        up_k, up_v = self.up_projections(q_BTHE.dtype)
+        q = self.absorbing(q_BTHE, up_k)
         k = torch.cat([latent_BSR, k_rope_BSE], dim=-1).unsqueeze(-2)
         o, _, _ = attention(q, k, latent_BSR.unsqueeze(-2), scale=self.scale, clip_threshold=None)
         return torch.einsum("bthr,hvr->bthv", o, up_v).flatten(-2)
 
-    def _up_projections(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def record_max_logit(self, exact_H: Tensor) -> None:
+        """The largest logit of every head, for QK-Clip."""
+        self.max_logit.update(exact_H, torch.zeros_like(exact_H, dtype=torch.bool))
+
+    def up_projections(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """W_uk [H, nope, R] and W_uv [H, v, R]."""
         config = self.config
         per_head = self.kv_b_proj.weight.to(dtype).unflatten(0, (config.num_attention_heads, -1))
         up_k, up_v = per_head.split([config.qk_nope_head_dim, config.v_head_dim], dim=1)
         return up_k, up_v
 
-    def _absorbing(self, q: Tensor, up_k_HNR: Tensor) -> Tensor:
+    def absorbing(self, q: Tensor, up_k_HNR: Tensor) -> Tensor:
         """Queries [..., H, E] that meet latents instead of keys: [..., H, R + rope]."""
         q_nope, q_rope = q.split([self.config.qk_nope_head_dim, self.config.qk_rope_head_dim], dim=-1)
-        return torch.cat([torch.einsum("...hn,hnr->...hr", q_nope, up_k_HNR), q_rope], dim=-1)
+        # The products of einsum("...hn,hnr->...hr"), without its preparations.
+        absorbed = torch.bmm(q_nope.flatten(0, -3).transpose(0, 1), up_k_HNR).transpose(0, 1)
+        return torch.cat([absorbed.view(*q_nope.shape[:-1], -1), q_rope], dim=-1)
 
     def _paged(self, x_1TD: Tensor, batch: PagedBatch, pool: LatentPool) -> Tensor:
         """One token of some sequences (absorbed) and chunks of others (expanded), over all their cached latents."""
         if not are_plain(self.kv_b_proj):
             raise ValueError(
-                f"kv_b_proj is {type(self.kv_b_proj).__name__} with adapters, hooks or a bias, expected a plain Linear: "
+                f"kv_b_proj is {type(self.kv_b_proj).__name__} with an adapter, hook or bias, expected a plain Linear: "
                 "decoding over pages absorbs its weight; merge adapters into it first"
             )
-        q, latent, k_rope = self._compressed(x_1TD, batch)
+        q, latent, k_rope = self.compressed(x_1TD, batch)
         pool.rows.index_copy_(0, batch.write_rows, torch.cat([latent, k_rope], dim=-1)[0])
         first = batch.num_decodes
         parts = []
         if first:
-            up_k, up_v = self._up_projections(q.dtype)
+            up_k, up_v = self.up_projections(q.dtype)
             o, _ = mla_decode(
-                self._absorbing(q[0, :first], up_k), pool.pages, batch.block_table, batch.lengths,
+                self.absorbing(q[0, :first], up_k), pool.pages, batch.block_table, batch.lengths,
                 latent_dim=self.config.kv_lora_rank, scale=self.scale,
             )  # fmt: skip
-            parts.append(torch.einsum("thr,hvr->thv", o, up_v).flatten(-2))
+            parts.append(torch.bmm(o.transpose(0, 1), up_v.mT).transpose(0, 1).flatten(-2))
         if batch.chunks is not None:
             parts.append(self._chunks(q[:, first:], batch.chunks, pool))
         return self.o_proj((parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(0))
@@ -213,8 +231,7 @@ class LatentAttention(nn.Module):
         for q, rows in zip(q_1THE.split(chunks.lengths, dim=1), chunks.cached_rows, strict=True):
             latent, k_rope = pool.rows.index_select(0, rows).unsqueeze(0).split(widths, dim=-1)
             k, v = self._expand(latent, k_rope)
-            o, _, _ = attention(q, k, v, scale=self.scale, clip_threshold=None)
-            outputs.append(o[0].flatten(-2))
+            outputs.append(continued_attention(q, k, v, scale=self.scale)[0].flatten(-2))
         return torch.cat(outputs)
 
     def logical_matrices(self) -> Mapping[str, Layout]:

@@ -78,7 +78,7 @@ class Router(nn.Module):
         weights = scores.gather(1, experts)
         if config.moe_renormalize:
             weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
-        if self.training and not _recomputing():
+        if self.training and not is_recomputing():
             self.counts += torch.bincount(experts.flatten(), minlength=config.num_experts)
         return weights * config.routed_scaling_factor, experts
 
@@ -121,7 +121,7 @@ class Router(nn.Module):
         return {"weight": Whole()}
 
 
-def _recomputing() -> bool:
+def is_recomputing() -> bool:
     """Inside a backward pass, i.e. a checkpointed forward is being repeated."""
     return torch._C._current_graph_task_id() != -1
 
@@ -153,6 +153,14 @@ def grouped_linear(x_MI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor
     return torch.cat([F.linear(rows, matrix) for rows, matrix in zip(groups, weight.unbind(0), strict=True)])
 
 
+def _counts(experts_M: Tensor, num_experts: int) -> Tensor:
+    """[E] how many rows chose each expert."""
+    if not experts_M.is_cuda or torch.is_grad_enabled():
+        return torch.bincount(experts_M, minlength=num_experts)
+    # bincount makes the host wait, which a decoding step in a CUDA graph must not.
+    return experts_M.new_zeros(num_experts).scatter_add_(0, experts_M, torch.ones_like(experts_M))
+
+
 class MixtureOfExperts(nn.Module):
     """x [B, T, hidden] -> [B, T, hidden]"""
 
@@ -172,7 +180,7 @@ class MixtureOfExperts(nn.Module):
         top_k = self.config.num_experts_per_token
         weights, experts = self.gate(x_ND)
         order = experts.flatten().argsort(stable=True)
-        counts = torch.bincount(experts.flatten(), minlength=self.config.num_experts)
+        counts = _counts(experts.flatten(), self.config.num_experts)
         outputs = self.experts(x_ND[order // top_k], counts)
         # Undo the sort by a gather with the inverse permutation: deterministic, unlike a scatter-add.
         inverse = torch.empty_like(order)

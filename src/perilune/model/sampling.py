@@ -122,8 +122,9 @@ def _drawn(logits_NV: Tensor, largest_N: Tensor, settings: Settings, rows: list[
         top_k_N = torch.where(top_k_N > 0, top_k_N, vocab_size)
         threshold_N = torch.maximum(threshold_N, _cut(weights_NV, width, top_k_N, top_p_N))
     running_NV = weights_NV.masked_fill_(weights_NV < threshold_N[:, None], 0).cumsum(-1)
-    # Below the total, also when rounded: u is at most 1 - 2**-53.
-    place_N = (uniform_N * running_NV[:, -1].double()).long()
+    # A total has up to 62 bits, and its product with u is rounded to 53: never past the last token.
+    total_N = running_NV[:, -1]
+    place_N = torch.minimum((uniform_N * total_N.double()).long(), total_N - 1)
     return torch.searchsorted(running_NV, place_N[:, None], right=True)[:, 0]
 
 

@@ -72,6 +72,7 @@ class ShardedMuonClip(MuonClip):
         payload_dtype: torch.dtype = torch.bfloat16,
         bucket_bytes: int = 2**28,
         same_gradients: bool = False,
+        stages: dist.ProcessGroup | None = None,
         **options: Any,
     ) -> None:
         if payload_dtype not in PAYLOADS:
@@ -82,6 +83,7 @@ class ShardedMuonClip(MuonClip):
             raise ValueError("capturable=True: a CUDA graph cannot record a step over several ranks; use MuonClip")
         self.process_group, self.payload_dtype = process_group, payload_dtype
         self.bucket_bytes, self.same_gradients = bucket_bytes, same_gradients
+        self.stages = stages
         self.rank, self.world = _place_in(process_group)
         self._planned = list(plan)
         self._numbers = {entry.parameter: number for number, entry in enumerate(plan)}
@@ -113,6 +115,7 @@ class ShardedMuonClip(MuonClip):
         payload_dtype: torch.dtype = torch.bfloat16,
         bucket_bytes: int = 2**28,
         same_gradients: bool = False,
+        stages: dist.ProcessGroup | None = None,
         **options: Any,
     ) -> ShardedMuonClip:
         """As MuonClip.for_model, on every rank of `process_group`.
@@ -120,6 +123,7 @@ class ShardedMuonClip(MuonClip):
         payload_dtype: of directions and updates on their way, float32 or bfloat16. bucket_bytes: how much of them an
         owner takes in at once; about four times that is in use during a step. same_gradients: the promise that all
         ranks have gradients for the same parameters; on a GPU it saves a wait for the device in every step.
+        stages: ranks that optimise the rest of the model, one of each stage of a pipeline; the gradient norm counts it.
         """
         return cls(
             plan_parameters(model, overrides=overrides, decay_norm_gains=decay_norm_gains),
@@ -128,6 +132,7 @@ class ShardedMuonClip(MuonClip):
             payload_dtype=payload_dtype,
             bucket_bytes=bucket_bytes,
             same_gradients=same_gradients,
+            stages=stages,
             qk_clip=None if qk_clip_tau is None else _clip_for(model, qk_clip_tau, gqa),
             **options,
         )
@@ -279,6 +284,10 @@ class ShardedMuonClip(MuonClip):
                 each.copy_(value)
             if some_spread:
                 norm = (norm.double().square() + total).sqrt().to(norm.dtype)
+        if self.stages is not None:
+            square = norm.double().square()
+            dist.all_reduce(square, group=self.stages)
+            norm = square.sqrt().to(norm.dtype)
         if scaled:
             torch._foreach_mul_(scaled, (max_norm / (norm + 1e-6)).clamp(max=1.0).to(scaled[0].device))
         return norm

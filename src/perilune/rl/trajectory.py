@@ -12,11 +12,13 @@ transcript again and gets the same numbers, bit by bit. Files are JSON lines, ea
 when complete.
 """
 
+import base64
 import hashlib
 import json
 import math
 import os
 import secrets
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,8 +26,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-Finish = Literal["stop", "length", "error", "parked"]
-"""How an episode ended. "parked": a part of it, cut at the token cap of an iteration, to be continued."""
+from perilune.data.media import PATCH_SIZE, Media
+
+Finish = Literal["stop", "length"]
+"""How an episode ended: by itself, or cut because it was too long."""
 NOT_SAMPLED = -1
 
 
@@ -45,11 +49,16 @@ class Branch:
     """float32 [n]: the engine's, 0 where the mask is false."""
     versions: np.ndarray
     """int32 [n]: of the weights that sampled, NOT_SAMPLED where the mask is false."""
+    media: tuple[Media, ...] = ()
+    starts: tuple[int, ...] = ()
+    """Where the first <|media_pad|> of each picture stands."""
 
     def __post_init__(self) -> None:
         shapes = {name: getattr(self, name).shape for name in ("tokens", "mask", "logprobs", "versions")}
         if len(set(shapes.values())) != 1 or self.tokens.ndim != 1:
             raise TrajectoryError(f"a branch has arrays of shapes {shapes}, expected [n] for all")
+        if len(self.media) != len(self.starts):
+            raise TrajectoryError(f"a branch has {len(self.media)} pictures at {len(self.starts)} places")
         if not np.isfinite(self.logprobs[self.mask]).all() or (self.logprobs[self.mask] > 1e-3).any():
             raise TrajectoryError(
                 "a branch holds log-probs that are not finite or above 0: the engine reports ln p <= 0"
@@ -78,9 +87,14 @@ class Recording:
         logprobs: Sequence[float],
         version: int | Sequence[int],
         *,
+        media: Sequence[Media] = (),
+        starts: Sequence[int] = (),
         trained: bool = True,
     ) -> None:
-        """One reply: what it was given, what it sampled, with the engine's log-probs and its weights' version(s)."""
+        """One reply: what it was given, what it sampled, with the engine's log-probs and its weights' version(s).
+
+        `media` are all pictures of the prompt, `starts` the place of each one's first pad.
+        """
         if len(sampled) != len(logprobs):
             raise TrajectoryError(f"a reply has {len(sampled)} tokens but {len(logprobs)} log-probs")
         versions = [version] * len(sampled) if isinstance(version, int) else list(version)
@@ -100,7 +114,9 @@ class Recording:
                 **{
                     name: np.concatenate([getattr(part, name) for part in parts])
                     for name in ("tokens", "mask", "logprobs", "versions")
-                }
+                },
+                media=tuple(media),
+                starts=tuple(starts),
             )
         )
 
@@ -137,6 +153,8 @@ class Trajectory:
     """Name of the task; all samples with one task and iteration form a group."""
     task_data: Mapping[str, Any]
     """What the environment needs to judge again; JSON."""
+    weights: Mapping[str, float]
+    """What each facet counts for in the reward."""
     sample: int
     """Which of the K samples of its group."""
     seed: int
@@ -148,7 +166,6 @@ class Trajectory:
     """Parts of the reward by name."""
     reward: float
     finish: Finish
-    error: str | None = None
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.reward) or not all(math.isfinite(value) for value in self.facets.values()):
@@ -210,8 +227,9 @@ def load_trajectories(path: str | Path) -> list[Trajectory]:
 
 
 def _plain(trajectory: Trajectory) -> dict[str, Any]:
-    names = ("environment", "task", "task_data", "sample", "seed", "iteration", "facets", "reward", "finish", "error")
+    names = ("environment", "task", "task_data", "weights", "sample", "seed", "iteration", "facets", "reward", "finish")
     plain: dict[str, Any] = {name: getattr(trajectory, name) for name in names}
+    plain |= {name: dict(plain[name]) for name in ("task_data", "weights", "facets")}
     plain["messages"] = list(trajectory.messages)
     plain["branches"] = [
         {
@@ -220,6 +238,7 @@ def _plain(trajectory: Trajectory) -> dict[str, Any]:
             # A float32 is exactly a Python float, whose shortest text gives it back.
             "logprobs": branch.logprobs[branch.mask].tolist(),
             "versions": branch.versions[branch.mask].tolist(),
+            **({"media": [_plain_media(*pair) for pair in zip(branch.media, branch.starts)]} if branch.media else {}),
         }
         for branch in trajectory.branches
     ]
@@ -234,8 +253,24 @@ def _from_plain(plain: dict[str, Any]) -> Trajectory:
         logprobs = np.zeros(len(tokens), dtype=np.float32)
         versions = np.full(len(tokens), NOT_SAMPLED, dtype=np.int32)
         logprobs[mask], versions[mask] = each["logprobs"], each["versions"]
-        branches.append(Branch(tokens=tokens, mask=mask, logprobs=logprobs, versions=versions))
+        media = [_media_of(item) for item in each.get("media", ())]
+        starts = tuple(int(item["start"]) for item in each.get("media", ()))
+        branches.append(
+            Branch(tokens=tokens, mask=mask, logprobs=logprobs, versions=versions, media=tuple(media), starts=starts)
+        )
     return Trajectory(branches=tuple(branches), messages=tuple(plain.pop("messages")), **plain)
+
+
+def _plain_media(media: Media, start: int) -> dict[str, Any]:
+    packed = zlib.compress(np.ascontiguousarray(media.pixels).tobytes(), 6)
+    return {"grid": list(media.grid), "start": start, "pixels": base64.b64encode(packed).decode()}
+
+
+def _media_of(plain: dict[str, Any]) -> Media:
+    t, h, w = (int(side) for side in plain["grid"])
+    raw = zlib.decompress(base64.b64decode(plain["pixels"]))
+    pixels = np.frombuffer(raw, dtype=np.uint8).reshape(t * h * w, 3, PATCH_SIZE, PATCH_SIZE)
+    return Media(pixels=pixels, grid=(t, h, w))
 
 
 def _runs(mask: np.ndarray) -> list[list[int]]:

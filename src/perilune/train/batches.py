@@ -12,6 +12,7 @@ no target: it adds nothing to loss or gradients, and its attention logits are se
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -37,7 +38,8 @@ from perilune.data.probes import ProbeConfig, ProbeRows
 from perilune.data.svg_guard import check_parser
 from perilune.data.tokenizer import MIN_VOCAB_SIZE
 from perilune.data.vision_documents import dialect, dialect_fingerprint
-from perilune.model import MediaInput
+from perilune.model import Decoder, MediaInput
+from perilune.model.moe import Router
 from perilune.train.ranks import Part
 
 
@@ -203,6 +205,16 @@ def _cut(
 
 def without_targets(batch: PackedBatch) -> PackedBatch:
     return replace(batch, targets=np.full_like(batch.targets, IGNORED), num_targets=0, num_bytes=0)
+
+
+@contextmanager
+def uncounted(model: Decoder, filler: bool) -> Iterator[None]:
+    """Routers do not count the tokens of a filler."""
+    routers = [module for module in model.modules() if isinstance(module, Router)] if filler else []
+    before = [router.counts.clone() for router in routers]
+    yield
+    for router, counts in zip(routers, before, strict=True):
+        router.counts.copy_(counts)
 
 
 def _on_device(batch: PackedBatch, device: torch.device, *, filler: bool = False) -> MicroBatch:

@@ -1,6 +1,6 @@
 """Checkpoints that are either complete or absent, written through torch.distributed.checkpoint (DCP).
 
-Folder of a run:
+Training does not wait for any of this (background_save.py). Folder of a run:
 
     checkpoints/step_00000100/   .metadata, *.distcp (DCP: every tensor), state.json (plain values), manifest.json
     checkpoints/latest           one line, the name of the folder to resume from
@@ -26,7 +26,7 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from perilune.optim.sharded import ShardedMuonClip
 from perilune.train import random_state, ranks
@@ -120,8 +123,24 @@ def save(
     return target
 
 
+class _Writer(dcp.FileSystemWriter):
+    """Says what the system said: torch.save, when a disk is full, raises an error of its own over it.
+
+    On this rank, while the system's error still hangs on to it; what DCP tells other ranks is the last error alone.
+    """
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        except Exception as error:
+            cause = _operating_system_error(error)
+            if cause is None or cause is error:
+                raise
+            raise cause from None
+
+
 def _write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None) -> None:
-    writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=True, thread_count=1)
+    writer = _Writer(folder, single_file_per_rank=True, sync_files=True, thread_count=1)
     _single_process_is_intended()
     dcp.save(dict(tensors), storage_writer=writer, process_group=group, no_dist=not ranks.distributed())
 
@@ -192,7 +211,7 @@ def _operating_system_error(error: BaseException | None) -> OSError | None:
         found = _operating_system_error(wrapped[0])
         if found is not None:
             return found
-    return _operating_system_error(error.__cause__)
+    return _operating_system_error(error.__cause__ or error.__context__)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -244,17 +263,18 @@ def load_tensors(
     like: Mapping[str, torch.Tensor] | None = None,
     *,
     only_like: bool = False,
+    without: Collection[str] = (),
     alone: bool = False,
 ) -> dict[str, torch.Tensor]:
     """The tensors of a checkpoint by name: into those of `like`, and the others (unless `only_like`) into new CPU ones.
 
-    A DTensor in `like` receives its own shard, whatever the sharding at the time of the save. All ranks load together,
-    unless `alone`.
+    A DTensor in `like` receives its own shard, whatever the sharding at the time of the save. Those named in `without`
+    are left where they are. All ranks load together, unless `alone`.
     """
     reader = dcp.FileSystemReader(folder)
     into = dict(like or {})
     for name, entry in _saved(reader).items():
-        if name not in into and not only_like:
+        if name not in into and name not in without and not only_like:
             into[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
     _single_process_is_intended()
     dcp.load(into, storage_reader=reader, no_dist=alone or not ranks.distributed())
@@ -297,18 +317,30 @@ def optimizer_scalars(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
 
 def restore(
-    folder: Path, state: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer
+    folder: Path,
+    state: Mapping[str, Any],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    elsewhere: Collection[str] = (),
 ) -> dict[str, torch.Tensor]:
-    """Bring model, optimizer and random generators to where the checkpoint left them; returns all tensors by name."""
+    """Bring model, optimizer and random generators to where the checkpoint left them; returns all tensors by name.
+
+    elsewhere: names of weights that other ranks have in place of this one (stages of a pipeline).
+    """
     parameters = dict(model.named_parameters())
     saved = _saved(dcp.FileSystemReader(folder))
-    like = _fitting_model_tensors(folder, model)
+    like = _fitting_model_tensors(folder, model, elsewhere)
+    theirs = {f"model.{name}" for name in elsewhere}
     entries: dict[str, tuple[nn.Parameter, str]] = {}
     # Distributed MuonClip keeps of some matrices only what a rank owns: it has the tensors to load into.
     own = optimizer.checkpoint_tensors() if isinstance(optimizer, ShardedMuonClip) else {}
     for name in saved:
         if name.startswith("optimizer."):
             parameter_name, entry = name.removeprefix("optimizer.").rsplit(".", 1)
+            if parameter_name in elsewhere:
+                theirs.add(name)
+                continue
             parameter = parameters[parameter_name]
             entries[name] = (parameter, entry)
             # An entry shaped like its parameter is sharded like it; step counters and the like are plain.
@@ -316,12 +348,13 @@ def restore(
                 like[name] = own[parameter_name + "." + entry]
             elif saved[name].size == parameter.shape:
                 like[name] = torch.empty_like(parameter, dtype=saved[name].properties.dtype, requires_grad=False)
-    loaded = load_tensors(folder, like)
+    loaded = load_tensors(folder, like, without=theirs)
     optimizer.state.clear()
     for name, (parameter, entry) in entries.items():
         optimizer.state[parameter][entry] = loaded[name]
     for parameter_name, plain in state.get("optimizer_scalars", {}).items():
-        optimizer.state[parameters[parameter_name]].update(plain)
+        if parameter_name not in elsewhere:
+            optimizer.state[parameters[parameter_name]].update(plain)
     random_state.restore(loaded)
     return loaded
 
@@ -331,11 +364,12 @@ def restore_model(folder: Path, model: nn.Module) -> None:
     load_tensors(folder, _fitting_model_tensors(folder, model), only_like=True, alone=True)
 
 
-def _fitting_model_tensors(folder: Path, model: nn.Module) -> dict[str, torch.Tensor]:
+def _fitting_model_tensors(folder: Path, model: nn.Module, elsewhere: Collection[str] = ()) -> dict[str, torch.Tensor]:
     weights = model_tensors(model)
     saved = _saved(dcp.FileSystemReader(folder))
-    absent = sorted(set(weights) - set(saved))
-    unknown = sorted(name for name in saved if name.startswith("model.") and name not in weights)
+    known = {*weights, *(f"model.{name}" for name in elsewhere)}
+    absent = sorted(known - set(saved))
+    unknown = sorted(name for name in saved if name.startswith("model.") and name not in known)
     if absent or unknown:
         raise CheckpointError(
             f"checkpoint {str(folder)!r} does not fit this model: it lacks {absent[:3]!r}, has unknown {unknown[:3]!r}"

@@ -9,6 +9,9 @@ For all micro-batches of one rank and one optimizer step (arXiv 2602.02276, "dec
 So activations of the tower and of the language model are never in memory together, one group's at a time, and however
 uneven the pictures of the micro-batches are, the tower's work comes in even pieces. The price is a second forward pass
 of the tower. Gradients equal those of the plain step up to the order of sums over groups.
+
+On many ranks the tower's weights are gathered for every group, so all ranks look equally often: those with fewer groups
+look at their first item again, and nothing comes back from it.
 """
 
 from collections.abc import Sequence
@@ -20,7 +23,8 @@ from torch import Tensor
 
 from perilune.model import Decoder, MediaInput
 from perilune.model.vision_grids import Grid, tokens_of
-from perilune.train.batches import MicroBatch
+from perilune.train.batches import MicroBatch, uncounted
+from perilune.train.ranks import largest_over_ranks
 
 PATCHES_PER_GROUP = 16_384
 """About the largest picture of the published processor; enough to fill a GPU."""
@@ -41,24 +45,29 @@ def decoupled_backward(
     batches: Sequence[MicroBatch],
     num_targets: int,
     *,
-    patches_per_group: int = PATCHES_PER_GROUP,
+    patches_per_group: int | None = None,
 ) -> list[Tensor]:
     """Gradients of the loss per target into .grad; the loss of every micro-batch in nats, summed over its targets.
 
-    The media of the micro-batches hold pixels. A group of the tower holds about `patches_per_group` patches at most,
-    but never less than one item.
+    The media of the micro-batches hold pixels. A group of the tower holds about `patches_per_group` patches at most
+    (None: PATCHES_PER_GROUP), but never less than one item. All ranks call it together.
     """
+    patches_per_group = PATCHES_PER_GROUP if patches_per_group is None else patches_per_group
     if patches_per_group < 1:
         raise ValueError(f"patches_per_group is {patches_per_group!r}, expected at least 1")
     items = [item for number, batch in enumerate(batches) for item in _items(number, batch.media)]
     patches = [prod(item.grid) for item in items]
     groups = balanced(patches, ceil(sum(patches) / patches_per_group))
+    (most,) = largest_over_ranks((len(groups),), batches[0].tokens_BT.device)
+    # Only for the sake of other ranks. Where any rank has a picture, all have one, if only in a filler.
+    idle = [[0]] * (most - len(groups))
 
-    leaves = _features(model, items, groups, len(batches))
+    leaves = _features(model, items, groups, idle, len(batches))
     losses = []
     for batch, leaf in zip(batches, leaves, strict=True):
         media = batch.media if leaf is None or batch.media is None else batch.media.with_features(leaf)
-        loss = model.loss(batch.tokens_BT, batch.targets_BT, batch.cu_seqlens, media=media)
+        with uncounted(model, batch.filler):
+            loss = model.loss(batch.tokens_BT, batch.targets_BT, batch.cu_seqlens, media=media)
         (loss / max(1, num_targets)).backward()
         losses.append(loss.detach())
 
@@ -67,6 +76,9 @@ def decoupled_backward(
     for group in groups:
         features = _look(model, [items[number] for number in group])
         features.backward(torch.cat([gradients[number] for number in group]))
+    for group in idle:
+        features = _look(model, [items[number] for number in group])
+        features.backward(torch.zeros_like(features))
     return losses
 
 
@@ -103,13 +115,19 @@ def _look(model: Decoder, group: Sequence[Item]) -> Tensor:
 
 @torch.no_grad()
 def _features(
-    model: Decoder, items: Sequence[Item], groups: Sequence[Sequence[int]], num_batches: int
+    model: Decoder,
+    items: Sequence[Item],
+    groups: Sequence[Sequence[int]],
+    idle: Sequence[Sequence[int]],
+    num_batches: int,
 ) -> list[Tensor | None]:
     """What the language model reads of the media of every micro-batch, as leaves; None where it has none."""
     found: dict[int, Tensor] = {}
     for group in groups:
         features = _look(model, [items[number] for number in group])
         found |= zip(group, features.split([tokens_of(items[number].grid) for number in group]), strict=True)
+    for group in idle:
+        _look(model, [items[number] for number in group])
     of_batch: list[list[Tensor]] = [[] for _ in range(num_batches)]
     for number, item in enumerate(items):
         of_batch[item.batch].append(found[number])

@@ -54,7 +54,10 @@ def validate(
             tokens_BT, targets_BT = batch.tokens_BT, batch.targets_BT
             if parallel is not None:
                 tokens_BT, targets_BT = parallel.own_tokens(tokens_BT, targets_BT)
-            nats = model.loss(tokens_BT, targets_BT, batch.cu_seqlens, media=batch.media)
+            if parallel is not None and parallel.pipeline is not None:
+                nats = parallel.pipeline.loss(tokens_BT, targets_BT, [batch.cu_seqlens])
+            else:
+                nats = model.loss(tokens_BT, targets_BT, batch.cu_seqlens, media=batch.media)
             sums += torch.stack([nats.double(), sums.new_tensor(batch.num_targets), sums.new_tensor(batch.num_bytes)])
     finally:
         model.train(was_training)

@@ -1,18 +1,20 @@
 """The optimizer of a run with everything that happens around its step: learning rate, gradient clipping, QK-Clip."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from perilune.model.moe import Router
 from perilune.optim import Adam, ClipReport, MuonClip, QKClip, clip_grad_norm_
 from perilune.optim.plan import PlannedParameter, plan_parameters
 from perilune.optim.qk_clip import find_heads
 from perilune.optim.sharded import ShardedMuonClip
 from perilune.train.parallel import Parallel
+from perilune.train.stages import own_rows, rows_of_stages
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,12 +62,28 @@ class OptimizerConfig:
             )
 
 
-class Optimization:
-    """An optimizer and the QK-Clip after it. `clip` is None for a model without softmax attention."""
+CLIP_TENSORS = ("last_max_logits", "ever_clipped")
+"""What of QK-Clip goes into a checkpoint, a row for every layer with softmax attention."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, clip: QKClip | None) -> None:
+
+class Optimization:
+    """An optimizer and the QK-Clip after it. `clip` is None for a model (or a stage of one) without softmax attention.
+
+    `parallel` is how the model is spread: checkpoints hold QK-Clip's statistics of all layers, a stage some of them.
+    `routers` are those whose expert counts travel with the gradient norm.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        clip: QKClip | None,
+        parallel: Parallel | None = None,
+        routers: Sequence[Router] = (),
+    ) -> None:
         self.optimizer = optimizer
         self.clip = clip
+        self._parallel = parallel
+        self._routers = tuple(routers)
         self._base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
 
     def set_lr(self, scale: float) -> None:
@@ -73,8 +91,14 @@ class Optimization:
             group["lr"] = base * scale
 
     def clip_gradients(self, max_norm: float | None) -> torch.Tensor:
-        """The norm of all gradients, a device scalar, after scaling down AdamW's part of them to `max_norm`."""
-        return clip_grad_norm_(self.optimizer, math.inf if max_norm is None else max_norm)
+        """The norm of all gradients, a device scalar, after scaling down AdamW's part of them to `max_norm`.
+
+        On many ranks the expert counts become those of all of them, in the same all-reduce.
+        """
+        limit = math.inf if max_norm is None else max_norm
+        if isinstance(self.optimizer, ShardedMuonClip):
+            return self.optimizer.clip_grad_norm_(limit, sums=[router.counts for router in self._routers])
+        return clip_grad_norm_(self.optimizer, limit)
 
     def step(self) -> ClipReport:
         """Move the weights, clip heads, forget gradients and statistics; says what QK-Clip saw and did."""
@@ -97,14 +121,17 @@ class Optimization:
         return seen
 
     def clip_tensors(self) -> dict[str, torch.Tensor]:
-        """QK-Clip's statistics, for the checkpoint."""
+        """QK-Clip's statistics, for the checkpoint; all ranks have to ask."""
         state: dict[str, Any] = {} if self.clip is None else self.clip.state_dict()
-        return {f"qk_clip.{name}": value for name, value in state.items() if isinstance(value, torch.Tensor)}
+        rows = {name: rows_of_stages(self._parallel, state.get(name)) for name in CLIP_TENSORS}
+        return {f"qk_clip.{name}": value for name, value in rows.items() if value is not None}
 
     def load_clip_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        own = own_rows(self._parallel, 0 if self.clip is None else len(self.clip.layers))
         if self.clip is not None:
-            saved = {name: tensors.get(f"qk_clip.{name}") for name in ("last_max_logits", "ever_clipped")}
-            self.clip.load_state_dict({"layers": list(self.clip.layers), **saved})
+            saved = {name: tensors.get(f"qk_clip.{name}") for name in CLIP_TENSORS}
+            rows = {name: None if value is None else value[own] for name, value in saved.items()}
+            self.clip.load_state_dict({"layers": list(self.clip.layers), **rows})
 
 
 def nothing_seen() -> ClipReport:
@@ -144,9 +171,24 @@ def build_optimization(model: nn.Module, config: OptimizerConfig, parallel: Para
             everything = {entry.name: Adam(weight_decay=decays) for entry, decays in _decaying(model)}
             options |= {"adam_lr": config.lr, "overrides": everything}
         optimizer = ShardedMuonClip.for_model(
-            model, process_group=parallel.stage_group(), payload_dtype=_payload_dtype(config, parallel), **options
+            model,
+            process_group=parallel.stage_group(),
+            stages=parallel.stages(),
+            payload_dtype=_payload_dtype(config, parallel),
+            **options,
         )
-    return Optimization(optimizer, optimizer.qk_clip)
+    return Optimization(optimizer, optimizer.qk_clip, parallel, [] if parallel is None else _summed_with_norm(model))
+
+
+def _summed_with_norm(model: nn.Module) -> list[Router]:
+    """The routers, which from now on leave it to `clip_gradients` to sum their counts over ranks.
+
+    Ranks of tp count the same tokens, so counts come out times tp: balance is about their ratios.
+    """
+    routers = [module for module in model.modules() if isinstance(module, Router)]
+    for router in routers:
+        router.count_groups = ()
+    return routers
 
 
 def _dtype(name: str) -> torch.dtype | None:

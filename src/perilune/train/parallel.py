@@ -190,7 +190,12 @@ class Parallel:
 
     config: ParallelConfig
     model: Decoder
+    """What of it is on this rank."""
     meshes: Meshes
+    num_parameters: int
+    """Of the whole model."""
+    pipeline: Pipeline | None = None
+    """With pp > 1, what takes the place of model.loss and backward."""
 
     @property
     def num_data_ranks(self) -> int:
@@ -216,9 +221,9 @@ class Parallel:
         """All ranks that have the same layers: those an optimizer works with."""
         return self.meshes.stages.get_group("stage")
 
-    def pipeline(self, device: torch.device) -> Pipeline:
-        """With pp > 1, what takes the place of model.loss and backward."""
-        return Pipeline(model=self.model, mesh=self.meshes.dense["pp"], device=device, schedule=self.config.schedule)
+    def stages(self) -> ProcessGroup | None:
+        """Ranks that have the same place in the other stages, first stage first; None where there is one stage."""
+        return self.meshes.dense.get_group("pp") if self.config.pp > 1 else None
 
     def summed_by_rows(self, counts: Tensor) -> Tensor:
         """What was counted by rows, summed in place over all of them."""
@@ -257,10 +262,15 @@ def parallelize(model: Decoder, config: ParallelConfig, *, device_type: str, wor
     """
     config = config.check(model.config, world_size)
     meshes = Meshes.of(config, device_type)
+    num_parameters = model.num_parameters()
     if config.pp > 1:
         keep_stage(model, meshes.dense.get_local_rank("pp"), config.pp)
     spread(model, config, meshes)
-    return Parallel(config=config, model=model, meshes=meshes)
+    pipeline = None
+    if config.pp > 1:
+        device = torch.device(device_type, torch.cuda.current_device()) if device_type == "cuda" else "cpu"
+        pipeline = Pipeline(model=model, mesh=meshes.dense["pp"], device=torch.device(device), schedule=config.schedule)
+    return Parallel(config=config, model=model, meshes=meshes, num_parameters=num_parameters, pipeline=pipeline)
 
 
 def spread(model: Decoder, config: ParallelConfig, meshes: Meshes) -> None:

@@ -85,7 +85,7 @@ class ContextMLA:
             row = x_BTD[..., 0].new_empty(()).expand(x_BTD.shape[0], part.num_tokens * part.group.size())
             positions = positions_of(row, packing.cu_seqlens, 0)[:, part.start : stop]
             packing = Packing(cu_seqlens=packing.cu_seqlens, positions=positions)
-        q, latent, k_rope = self._compressed(x_BTD, packing)
+        q, latent, k_rope = self.compressed(x_BTD, packing)
         # Own latents too are taken from what was gathered: then every rank takes part in the backward of the gathering.
         everyone = gathered(torch.cat([latent, k_rope], dim=-1), part.group).transpose(0, 1).flatten(1, 2)
         seen = everyone[:, part.start - part.before : stop]

@@ -121,19 +121,21 @@ class RunConfig:
                 "raise it, or start fewer ranks"
             )
         if parallel.pp > 1:
-            raise ParallelError(
-                f"parallel.pp={parallel.pp}: the training loop does not run pipelines yet (train/parallel_pipeline.py "
-                "can be called from a loop of your own); use dp_shard, tp, cp or ep"
-            )
+            self._check_micro_batches(parallel.pp, parts)
         if self.data.seq_len % parallel.cp:
             raise ParallelError(
                 f"parallel.cp={parallel.cp} cannot split rows of data.seq_len={self.data.seq_len} evenly: "
                 "take a divisor of it"
             )
-        if world_size > 1 and self.trainer.decoupled_vision:
+
+    def _check_micro_batches(self, pp: int, parts: int) -> None:
+        """A pipeline takes micro-batches of one length, and at least one for each stage."""
+        rows, micro = self.trainer.global_batch_rows, self.trainer.micro_batch_rows
+        if rows % (parts * micro) or rows < parts * micro * pp:
             raise ParallelError(
-                f"trainer.decoupled_vision on {world_size} ranks: their towers would look at different numbers of "
-                "groups, and wait for each other without end; leave it off"
+                f"parallel.pp={pp} needs micro-batches of one length, at least {pp} on each of {parts} ranks that read "
+                f"rows: trainer.global_batch_rows is {rows!r} with trainer.micro_batch_rows={micro!r}; make it a "
+                f"multiple of {parts * micro}, at least {parts * micro * pp}"
             )
 
     def fusion(self) -> Fusion | None:

@@ -18,10 +18,11 @@ from typing import Any
 
 import torch
 
+from perilune import hub
 from perilune.data.tokenizer import Tokenizer
 from perilune.model import Decoder
 from perilune.train import checkpoint
-from perilune.train.batches import RunData
+from perilune.train.batches import DataConfig, RunData
 from perilune.train.config_file import differences, from_plain, to_plain
 from perilune.train.environment import describe_environment
 from perilune.train.run_config import RunConfig
@@ -101,6 +102,8 @@ def _remove_run(folder: Path) -> None:
 
 
 def read_config(folder: Path) -> RunConfig:
+    if hub.is_model_folder(folder):
+        return _config_of_model(folder)
     path = folder / CONFIG
     try:
         plain = json.loads(path.read_text())
@@ -114,6 +117,13 @@ def read_config(folder: Path) -> RunConfig:
         return from_plain(RunConfig, plain)
     except (ValueError, TypeError) as error:
         raise RunError(f"{str(path)!r} is not the config of a run: {error}") from error
+
+
+def _config_of_model(folder: Path) -> RunConfig:
+    """An exported or imported folder is no run: its model, with what a run has by default for the rest."""
+    model = hub.folder_config(folder)
+    data = DataConfig(vocab_size=min(DataConfig.vocab_size, model.vocab_size))
+    return RunConfig(name=folder.resolve().name.lstrip("."), model=model, data=data)
 
 
 def fingerprints(config: RunConfig, data: RunData) -> dict[str, str]:
@@ -171,9 +181,12 @@ def _within(name: str, field: str) -> bool:
 
 
 def load_run(folder: str | Path, *, device: str | torch.device = "cpu") -> tuple[Decoder, Tokenizer, RunConfig]:
-    """The trained model of a run, in eval mode, with its tokenizer and config."""
+    """The trained model of a run, or of an exported or imported folder, in eval mode, with its tokenizer and config."""
     folder = Path(folder)
     config = read_config(folder)
+    if hub.is_model_folder(folder):
+        opened = hub.open_folder(folder, device=device)
+        return opened.model, opened.tokenizer, config
     found = checkpoint.find(folder / CHECKPOINTS)
     if found is None:
         raise RunError(f"the run in {str(folder)!r} has no checkpoint yet: train it first")
@@ -200,7 +213,10 @@ MAY_CHANGE = ("model.mla.rope", "model.compute_dtype")
 
 
 def load_weights(folder: str | Path, model: Decoder, config: RunConfig) -> None:
-    """Give a new model the weights of another run; RunError unless it is the same model."""
+    """Give a new model the weights of another run or of a model folder; RunError unless it is the same model."""
+    if hub.is_model_folder(folder):
+        hub.load_folder(model, folder)
+        return
     source = read_config(Path(folder))
     found = checkpoint.find(Path(folder) / CHECKPOINTS)
     if found is None:

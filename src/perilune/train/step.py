@@ -6,18 +6,17 @@ Losses are summed over the ranks that have different tokens, counts over those t
 summed where parameters are spread (parallel_data.py).
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from perilune.model import Decoder
-from perilune.model.moe import Router
-from perilune.train.batches import MicroBatch
+from perilune.train.batches import MicroBatch, uncounted
 from perilune.train.decoupled import decoupled_backward
 from perilune.train.evaluate import bits_per_byte
 from perilune.train.parallel import Parallel
+from perilune.train.parallel_pipeline import Pipeline
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +68,9 @@ def forward_backward(
     tower apart from the language model.
     """
     sums = torch.zeros(2, dtype=torch.float64, device=batches[0].tokens_BT.device)
+    if parallel is not None and parallel.pipeline is not None:
+        sums[0] = pipelined_backward(parallel, parallel.pipeline, batches, num_targets)
+        return parallel.summed_by_tokens(sums)
     if decoupled:
         losses = decoupled_backward(model, batches, num_targets)
     else:
@@ -88,11 +90,14 @@ def backward(model: Decoder, batch: MicroBatch, num_targets: int, parallel: Para
     return loss.detach()
 
 
-@contextmanager
-def uncounted(model: Decoder, filler: bool) -> Iterator[None]:
-    """Routers do not count the tokens of a filler."""
-    routers = [module for module in model.modules() if isinstance(module, Router)] if filler else []
-    before = [router.counts.clone() for router in routers]
-    yield
-    for router, counts in zip(routers, before, strict=True):
-        router.counts.copy_(counts)
+def pipelined_backward(
+    parallel: Parallel, pipeline: Pipeline, batches: Sequence[MicroBatch], num_targets: int
+) -> torch.Tensor:
+    """All micro-batches of this rank through the stages; their summed loss. They are of one length, and text."""
+    own = [parallel.own_tokens(batch.tokens_BT, batch.targets_BT) for batch in batches]
+    return pipeline.forward_backward(
+        torch.cat([tokens for tokens, _ in own]),
+        torch.cat([targets for _, targets in own]),
+        [batch.cu_seqlens for batch in batches],
+        scale=1.0 / max(1, num_targets),
+    )

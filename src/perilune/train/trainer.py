@@ -32,6 +32,7 @@ from perilune.train.run import Run
 from perilune.train.run_config import RunConfig
 from perilune.train.saving import finish_saves, interrupted_message, save_if_good, stopped_message, weights_are_finite
 from perilune.train.schedule import lr_at
+from perilune.train.stages import step_statistics
 from perilune.train.step import forward_backward, totals
 from perilune.train.watchdog import Watchdog
 
@@ -114,7 +115,6 @@ def train(
             last = at.step == settings.steps
 
             if at.step % settings.log_every == 0 or last or not finite:
-                max_logit, is_bound = clip.by_layer()
                 record = {
                     "kind": "train",
                     "step": at.step,
@@ -124,12 +124,10 @@ def train(
                     "tokens": at.tokens,
                     "tokens_per_s": throughput.mark(at.tokens),
                     "peak_memory_bytes": peak_memory_bytes(run.device),
-                    "max_logit": max_logit,
-                    **({"max_logit_is_bound": is_bound} if any(is_bound) else {}),
-                    "clipped_heads": int(clip.num_clipped),
                     "skipped": at.skipped,
+                    **step_statistics(run.parallel, clip, imbalance),
                 }
-                outputs.write(record if imbalance is None else {**record, "moe_imbalance": float(imbalance)})
+                outputs.write(record)
             outputs.progress.step(at.step)
             reached("step:logged")
 

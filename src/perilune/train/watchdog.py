@@ -108,7 +108,11 @@ class Watchdog:
             # Rank 0 hears who is missing; the others only that it did not let them pass.
             if self._phases != heard:
                 return None
-            return f"rank {ranks.rank()} waits in phase {self._phase!r} for ranks that do not answer: {error}"
+            within = _named(recorded().pending) or "no collective operation"
+            return (
+                f"rank {ranks.rank()}, in {within} after phase {self._phase!r}, waits for ranks that do not answer: "
+                f"{error}"
+            )
         return verdict_of([each for each in standings if each is not None], self._timeout_s)
 
     def _standing(self, heard: int) -> Standing:

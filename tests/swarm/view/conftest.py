@@ -11,7 +11,7 @@ from tests.swarm.view.watching import Watched
 
 @pytest.fixture(scope="module")
 def browser(tool_path: Callable[[str], str]) -> Iterator[Any]:
-    reason = "needs playwright (pip install 'perilune[test-swarm]')"
+    reason = "needs playwright (pip install 'perilune[test]')"
     sync_api = pytest.importorskip("playwright.sync_api", reason=reason)
     arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
     with sync_api.sync_playwright() as playwright:

@@ -4,7 +4,7 @@ import pytest
 
 from perilune.swarm.view.measure import measure_view
 
-pytest.importorskip("playwright.sync_api", reason="needs playwright (pip install 'perilune[test-swarm]')")
+pytest.importorskip("playwright.sync_api", reason="needs playwright (pip install 'perilune[test]')")
 
 
 @pytest.mark.long

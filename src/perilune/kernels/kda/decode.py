@@ -23,10 +23,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from perilune.kernels.kda import BoundedGate, Gate, SoftplusGate, kda_step
+from perilune.kernels.kda import BoundedGate, Gate, SoftplusGate, l2norm
 from perilune.kernels.operator import is_traced
 from perilune.kernels.precision import full_precision
-from perilune.kernels.short_conv import short_conv_step
 from perilune.kernels.triton_support import why_not_triton
 
 __all__ = ["kda_decode"]
@@ -105,29 +104,43 @@ def _torch_step(
     beta_scale: float, dims: tuple[int, int, int],
 ) -> Tensor:  # fmt: skip
     num_heads, key_dim, value_dim = dims
-    active = slots >= 0
-    rows = slots.long()[active]
+    rows = slots.tolist() if slots.device.type == "cpu" else slots[slots >= 0].tolist()
+    if len(rows) < slots.shape[0] or min(rows, default=0) < 0:
+        active = slots >= 0
+        out = torch.zeros(qkv.shape[0], num_heads * value_dim, dtype=qkv.dtype, device=qkv.device)
+        out[active] = _torch_step(
+            qkv[active], gate_input[active], beta_logits[active], output_gate[active], conv_pool, state_pool,
+            slots[active], conv_weight, norm_weight, gate, norm_eps, scale, beta_scale, dims,
+        )  # fmt: skip
+        return out
+    if not rows:
+        return qkv.new_empty(0, num_heads * value_dim)
+    # Slots in a row are read and written where they are, others are gathered and put back.
+    in_a_row = rows == list(range(rows[0], rows[0] + len(rows)))
+    own = slice(rows[0], rows[0] + len(rows)) if in_a_row else slots.long()
     dtype = torch.float64 if qkv.dtype == torch.float64 else torch.float32
-    mixed, window = short_conv_step(qkv[active], conv_pool[rows], conv_weight)
-    q, k, v = mixed.split([num_heads * key_dim, num_heads * key_dim, num_heads * value_dim], dim=-1)
-    o, state = kda_step(
-        q.unflatten(-1, (num_heads, key_dim)),
-        k.unflatten(-1, (num_heads, key_dim)),
-        v.unflatten(-1, (num_heads, value_dim)),
-        gate_input[active].unflatten(-1, (num_heads, key_dim)),
-        beta_scale * torch.sigmoid(beta_logits[active].to(dtype)),
-        state_pool[rows],
-        scale=scale,
-        gate=gate,
-        qk_l2norm=True,
-    )
-    conv_pool[rows] = window.to(conv_pool.dtype)
-    state_pool[rows] = state.to(state_pool.dtype)
-    normed = F.rms_norm(o.to(dtype), (value_dim,), norm_weight.to(dtype), norm_eps)
-    y = normed * torch.sigmoid(output_gate[active].to(dtype)).unflatten(-1, (num_heads, value_dim))
-    out = torch.zeros(qkv.shape[0], num_heads * value_dim, dtype=qkv.dtype, device=qkv.device)
-    out[active] = y.flatten(1).to(qkv.dtype)
-    return out
+
+    windows = torch.cat((conv_pool[own].mT.to(dtype), qkv.to(dtype).unsqueeze(1)), dim=1)
+    mixed = F.silu((windows * conv_weight.mT.to(dtype)).sum(1)).to(qkv.dtype).to(dtype)
+    query_key, value = mixed.split([2 * num_heads * key_dim, num_heads * value_dim], dim=-1)
+    query, key = l2norm(query_key.view(len(rows), 2, num_heads, key_dim)).unbind(1)
+    decay = gate.log_decay(gate_input.to(dtype).unflatten(-1, (num_heads, key_dim))).exp()
+    strength = torch.sigmoid(beta_logits.to(dtype))
+    if beta_scale != 1:
+        strength.mul_(beta_scale)
+
+    state = state_pool[own].to(dtype).mul_(decay.unsqueeze(-1))
+    matrices, key_row = state.view(-1, key_dim, value_dim), key.reshape(-1, 1, key_dim)
+    predicted = torch.bmm(key_row, matrices).view(len(rows), num_heads, value_dim)
+    delta = (value.view_as(predicted) - predicted) * strength.unsqueeze(-1)
+    matrices.baddbmm_(key_row.mT, delta.view(-1, 1, value_dim))
+    read = torch.baddbmm(matrices[:, :1], query.reshape(-1, 1, key_dim), matrices, beta=0, alpha=scale).to(qkv.dtype)
+
+    conv_pool[own] = windows[:, 1:].mT.to(conv_pool.dtype)
+    if not in_a_row or state_pool.dtype != dtype:
+        state_pool[own] = state.to(state_pool.dtype)
+    normed = F.rms_norm(read.to(dtype).view(len(rows), -1, value_dim), (value_dim,), norm_weight.to(dtype), norm_eps)
+    return normed.flatten(1).mul_(torch.sigmoid(output_gate.to(dtype))).to(qkv.dtype)
 
 
 def _with_whole_rows(x: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Absorbed MLA decoding in plain torch: the pages of all sequences gathered into one rectangle, two matrix products.
 
 Any device and dtype; it copies the whole cache of the batch and reads past the shorter sequences, so it is the path for
-a CPU and for small batches, not for long context on a GPU. Nothing waits for the host.
+a CPU and for small batches, not for long context on a GPU, where nothing waits for the host.
 """
 
 from __future__ import annotations
@@ -15,18 +15,23 @@ def dense_mla_decode(
 ) -> tuple[Tensor, Tensor]:
     """Same contract as `reference_mla_decode`."""
     dtype = torch.float64 if torch.float64 in (q_BHD.dtype, cache_PSD.dtype) else torch.float32
-    batch, max_blocks = block_table_BM.shape
-    capacity = max_blocks * cache_PSD.shape[1]
-    valid_BT = torch.arange(capacity, device=q_BHD.device) < lengths_B.unsqueeze(-1)
+    num_heads, page_size = q_BHD.shape[1], cache_PSD.shape[1]
+    capacity = block_table_BM.shape[1] * page_size
+    if q_BHD.device.type == "cpu" and lengths_B.numel():
+        capacity = min(capacity, int(lengths_B.max()))  # elsewhere the host would wait
     if capacity == 0:
-        o = torch.zeros(*q_BHD.shape[:2], latent_dim, dtype=q_BHD.dtype, device=q_BHD.device)
+        o = q_BHD.new_zeros(q_BHD.shape[0], num_heads, latent_dim)
         return o, torch.full(q_BHD.shape[:2], float("-inf"), dtype=dtype, device=q_BHD.device)
-    # Entries of the table past the end of a sequence may hold anything, -1 for instance.
-    in_use = valid_BT[:, :: cache_PSD.shape[1]]
-    pages = block_table_BM.long().masked_fill(~in_use, 0)
-    rows_BTD = cache_PSD[pages].flatten(1, 2).to(dtype).masked_fill(~valid_BT.unsqueeze(-1), 0)
-    logits_BHT = scale * (q_BHD.to(dtype) @ rows_BTD.mT)
-    logits_BHT = logits_BHT.masked_fill(~valid_BT.unsqueeze(1), float("-inf"))
+    # Entries of the table past the end of a sequence may hold anything, -1 for instance, and so may rows: in their
+    # place the first row of the sequence is read, and weighs nothing.
+    token_T = torch.arange(capacity, device=q_BHD.device)
+    outside_BT = token_T >= lengths_B.unsqueeze(-1)
+    token_BT = token_T.masked_fill(outside_BT, 0)
+    pages_BT = block_table_BM.long().gather(1, token_BT // page_size).masked_fill_(lengths_B.unsqueeze(-1) == 0, 0)
+    rows_BT = (pages_BT * page_size).add_(token_BT % page_size)
+    rows_BTD = cache_PSD.flatten(0, 1).index_select(0, rows_BT.flatten()).to(dtype).unflatten(0, rows_BT.shape)
+    logits_BHT = torch.bmm(q_BHD.to(dtype) * scale, rows_BTD.mT).masked_fill_(outside_BT.unsqueeze(1), float("-inf"))
     lse_BH = logits_BHT.logsumexp(dim=-1)
     weights = torch.exp(logits_BHT - lse_BH.clamp(min=torch.finfo(dtype).min).unsqueeze(-1))
-    return (weights @ rows_BTD[..., :latent_dim]).to(q_BHD.dtype), lse_BH
+    o = torch.bmm(weights, rows_BTD[..., :latent_dim])
+    return o.masked_fill_((lengths_B == 0).view(-1, 1, 1), 0).to(q_BHD.dtype), lse_BH

@@ -80,6 +80,8 @@ class View:
         listener = socket.create_server(("127.0.0.1", self._wanted_port))
         # What the kernel holds for one viewer; who takes nothing is given a snapshot later, not all that happened.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 18)
+        # asyncio sets it only for sockets made with the number of the protocol; connections inherit it from here.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.port = listener.getsockname()[1]
         if self._journal is not None:
             self._swarm_loop = asyncio.get_running_loop()

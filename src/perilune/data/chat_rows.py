@@ -1,0 +1,165 @@
+"""Rows of dialogues for supervised fine-tuning, addressed by number like those of a corpus.
+
+Epoch e is a permutation of the dialogues, decided by (seed, e) alone. They are laid into rows one after another; one
+that does not fit the rest of a row begins the next, and what is left of a row is padding, a run of its own without a
+target. Documents never touch: each is a run for attention, states and positions. A dialogue longer than a row, or one
+whose pictures cannot be read, is left out and counted.
+
+    rows = ChatRows(ChatDataConfig(sources=("chats.jsonl",)), tokenizer, seq_len=1024, seed=0)
+    batch = rows.batch(first_row=0, count=4)
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
+
+from perilune.data.chat_messages import ChatError
+from perilune.data.dialogues import Broken, Dialogue, DialogueError, document_of, read_dialogues
+from perilune.data.images import ProcessorConfig
+from perilune.data.packing import PackedBatch, permutation
+from perilune.data.tokenizer import Tokenizer
+from perilune.data.vision_documents import VisionDocument
+from perilune.data.vision_rows import VisionRow, assemble, lay_row
+
+VERSION = 1  # part of the fingerprint: raise it when the same number gives another row
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatDataConfig:
+    sources: tuple[str, ...] = ()
+    """Files of JSON lines (also .zst), see data/dialogues.py."""
+    valid_fraction: float = 0.02
+    """Share of the dialogues held out, by the hash of their content."""
+    processor: ProcessorConfig = field(default_factory=ProcessorConfig)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sources", tuple(self.sources))  # JSON has no tuples
+        if not 0 <= self.valid_fraction < 1:
+            raise ValueError(f"chat.valid_fraction is {self.valid_fraction!r}, expected at least 0 and below 1")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Kept:
+    """A dialogue that fits, with its tokens; pictures are decoded again when a row needs them."""
+
+    dialogue: Dialogue
+    document: VisionDocument
+    has_pictures: bool
+
+    @property
+    def places(self) -> int:
+        # The last token is a target only.
+        return len(self.document.tokens) - 1
+
+
+class ChatRows:
+    """Rows without end, epoch after epoch; `held_out` ones come from the dialogues that are not trained on."""
+
+    def __init__(
+        self, config: ChatDataConfig, tokenizer: Tokenizer, *, seq_len: int, seed: int, held_out: bool = False
+    ) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.seq_len = seq_len
+        self.seed = seed
+        dialogues, self.broken = read_dialogues(config.sources)
+        self._kept = _that_fit(dialogues, config, tokenizer, seq_len, self.broken, held_out)
+        if not self._kept and not held_out:
+            raise DialogueError(
+                f"none of {len(dialogues)} dialogues can be trained on in rows of {seq_len} tokens: {self.broken}"
+            )
+        self._epoch = lru_cache(maxsize=2)(self._lay)
+        self._begins = [0]
+        """First row of each epoch laid so far."""
+
+    @property
+    def num_dialogues(self) -> int:
+        return len(self._kept)
+
+    @property
+    def num_rows(self) -> int:
+        """Of the first epoch: what a validation reads."""
+        return len(self._epoch(0)) if self._kept else 0
+
+    @property
+    def rows_per_epoch(self) -> float:
+        return float(self.num_rows)
+
+    @property
+    def fingerprint(self) -> str:
+        """What must agree for a row number to mean the same row."""
+        digest = hashlib.sha256(f"chat rows {VERSION} {self.tokenizer.fingerprint} {self.seq_len} {self.seed}".encode())
+        for kept in self._kept:
+            digest.update(kept.document.tokens.tobytes() + kept.document.predicted.tobytes())
+        return digest.hexdigest()
+
+    def row(self, index: int) -> VisionRow:
+        if index < 0:
+            raise IndexError(f"row {index} does not exist: rows count from 0")
+        epoch = 0
+        while True:
+            if epoch + 1 == len(self._begins):
+                self._begins.append(self._begins[epoch] + len(self._epoch(epoch)))
+            if index < self._begins[epoch + 1]:
+                break
+            epoch += 1
+        chosen = self._epoch(epoch)[index - self._begins[epoch]]
+        documents = [self._whole(self._kept[number]) for number in chosen]
+        return lay_row(documents, self.seq_len, self.tokenizer.pad_id)
+
+    def batch(self, first_row: int, count: int) -> PackedBatch:
+        """Rows first_row .. first_row + count - 1."""
+        return assemble([self.row(index) for index in range(first_row, first_row + count)], self.tokenizer)
+
+    def _lay(self, epoch: int) -> list[list[int]]:
+        """Numbers of the dialogues in each row of an epoch."""
+        rows: list[list[int]] = []
+        room = 0
+        for number in permutation(len(self._kept), seed=self.seed, epoch=epoch).tolist():
+            places = self._kept[number].places
+            if not rows or places > room:
+                rows.append([])
+                room = self.seq_len
+            rows[-1].append(number)
+            room -= places
+        return rows
+
+    def _whole(self, kept: _Kept) -> VisionDocument:
+        if not kept.has_pictures:
+            return kept.document
+        return document_of(kept.dialogue, self.tokenizer, self.config.processor)
+
+
+def _that_fit(
+    dialogues: Sequence[Dialogue],
+    config: ChatDataConfig,
+    tokenizer: Tokenizer,
+    seq_len: int,
+    broken: Broken,
+    held_out: bool,
+) -> list[_Kept]:
+    kept: list[_Kept] = []
+    for number, dialogue in enumerate(dialogues):
+        where = f"dialogue {number}"
+        try:
+            document = document_of(dialogue, tokenizer, config.processor)
+        except ChatError as error:
+            broken.add("unusable", where, str(error))
+            continue
+        if len(document.tokens) - 1 > seq_len:
+            broken.add("too long", where, f"{len(document.tokens)} tokens, rows have {seq_len}")
+        elif not document.predicted[1:].any():
+            broken.add("nothing to learn", where, "no token of it is an assistant's")
+        elif is_held_out(document, config.valid_fraction) == held_out:
+            without = VisionDocument(tokens=document.tokens, predicted=document.predicted, media=())
+            kept.append(_Kept(dialogue=dialogue, document=without, has_pictures=bool(document.media)))
+    return kept
+
+
+def is_held_out(document: VisionDocument, fraction: float) -> bool:
+    """By the hash of its tokens: the same dialogue is on the same side in every file."""
+    digest = hashlib.sha256(np.ascontiguousarray(document.tokens, dtype="<i4").tobytes()).digest()
+    return int.from_bytes(digest[:8], "big") < fraction * 2**64

@@ -1,0 +1,280 @@
+"""The loop of reinforcement learning: draw tasks, play them, learn, hand the weights to the engine, again.
+
+    async with Loop(model, tokenizer, {"arithmetic": Arithmetic()}, RLConfig(...), folder="runs/rl") as loop:
+        async for record in loop.run(): ...
+
+The engine has a copy of the model, in this process; after every iteration it gets the new weights in place, and their
+version is stamped on what it samples. Log-probs are recorded when tokens are sampled and never recomputed: how far
+trainer and engine differ is in every record (`gap`; 0 with a deterministic engine on a CPU).
+
+A run is a function of its config, seed and starting weights. Tasks, seeds of replies and the order of everything follow
+from counters; what waits (parked episodes, incomplete groups, success rates, budgets) is in the checkpoint. With a
+deterministic engine a run that is killed and resumed gives the same bits.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Self
+
+from perilune.data.tokenizer import Tokenizer
+from perilune.model import Decoder
+from perilune.rl.environment import OUTCOME, Environment, Split
+from perilune.rl.groups import GroupConfig, Groups, means
+from perilune.rl.learner import Learner, LearnerConfig, Sample, Update
+from perilune.rl.priorities import Priorities, PriorityConfig
+from perilune.rl.rollout import Collected, Job, RolloutConfig, Rollouts
+from perilune.rl.trajectory import Trajectory, load_trajectories, save_trajectories
+from perilune.serve.async_engine import AsyncEngine
+from perilune.serve.engine import Engine, EngineConfig
+from perilune.train import checkpoint, random_state
+
+RECORDS = "records.jsonl"
+CHECKPOINTS = "checkpoints"
+TRAJECTORIES = "trajectories"
+WAITING = "waiting.jsonl"
+
+
+class LoopError(RuntimeError):
+    """A run that cannot begin or go on; the message says why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RLConfig:
+    iterations: int = 100
+    tasks: int = 16
+    """New groups in an iteration, over all environments."""
+    pool: int = 1024
+    """Tasks of each environment that training draws from."""
+    updates: int = 1
+    """Optimizer steps in an iteration: its samples are cut into so many parts."""
+    warmup: int = 5
+    """Iterations until the full learning rate."""
+    seed: int = 0
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    learner: LearnerConfig = field(default_factory=LearnerConfig)
+    groups: GroupConfig = field(default_factory=GroupConfig)
+    priorities: PriorityConfig = field(default_factory=PriorityConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    checkpoint_every: int = 25
+    """Iterations; 0: only at the end."""
+    keep_trajectories: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("iterations", "tasks", "pool", "updates"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"rl.{name} is {getattr(self, name)!r}, expected at least 1")
+        for name in ("warmup", "checkpoint_every"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"rl.{name} is {getattr(self, name)!r}, expected 0 or more")
+
+
+class Loop:
+    def __init__(
+        self,
+        model: Decoder,
+        tokenizer: Tokenizer,
+        environments: Mapping[str, Environment],
+        config: RLConfig,
+        *,
+        folder: str | Path,
+        resume: bool = False,
+    ) -> None:
+        if not environments:
+            raise LoopError("there is no environment to train in")
+        self.config, self.folder = config, Path(folder)
+        self._environments, self._tokenizer = dict(environments), tokenizer
+        model.deterministic = config.engine.deterministic
+        self.learner = Learner(model, config.learner)
+        served = Decoder(model.config)
+        served.load_state_dict(model.state_dict())
+        self.engine = AsyncEngine(Engine(served, tokenizer, config.engine, device=self.learner.device))
+        self._rollouts = Rollouts(self.engine, tokenizer, environments, config.rollout)
+        self.groups = Groups(
+            config.groups, config.rollout.group_size, scale=config.learner.objective.kind == "grpo"
+        )  # fmt: skip
+        self.priorities = {name: Priorities(config.priorities) for name in environments}
+        self.iteration = 0
+        self._parked: list[Job] = []
+        self._started = False
+        self._resume = resume
+
+    async def __aenter__(self) -> Self:
+        if self._resume:
+            await self._load()
+        elif (self.folder / RECORDS).exists():
+            raise LoopError(f"{str(self.folder)!r} already holds a run: resume it, or give another folder")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._started = True
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.engine.close()
+
+    async def run(self) -> AsyncIterator[dict[str, Any]]:
+        """A record for every iteration. A checkpoint is written every now and then, and after the last."""
+        assert self._started, "enter the loop with `async with` first"
+        while self.iteration < self.config.iterations:
+            record = await self.step()
+            every = self.config.checkpoint_every
+            if self.iteration == self.config.iterations or (every and self.iteration % every == 0):
+                self.save()
+            yield record
+
+    async def step(self) -> dict[str, Any]:
+        """One iteration."""
+        began = time.perf_counter()
+        jobs = [*self._parked, *self._new_jobs()]
+        collected = await self._rollouts.collect(jobs, iteration=self.iteration)
+        self._parked = list(collected.parked)
+        sampled = time.perf_counter()
+        groups = self.groups.add(collected.trajectories, self._lost(jobs, collected))
+        for group in groups:
+            outcomes = [min(1.0, max(0.0, trajectory.facets.get(OUTCOME, 0.0))) for trajectory in group]
+            self.priorities[group[0].environment].record(group[0].task, outcomes)
+        samples = self.groups.samples(groups, iteration=self.iteration, version=self.iteration)
+        updates = self._learn(samples)
+        learnt = time.perf_counter()
+        self.iteration += 1
+        await self.engine.load_weights(self.learner.model, self.iteration)
+        record = self._record(collected, updates, began, sampled, learnt)
+        if self.config.keep_trajectories:
+            save_trajectories(
+                self.folder / TRAJECTORIES / f"{self.iteration - 1:06d}.jsonl", collected.trajectories
+            )  # fmt: skip
+        with (self.folder / RECORDS).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+        return record
+
+    async def evaluate(self, count: int, *, split: Split = "test", temperature: float = 0.0) -> list[Trajectory]:
+        """Episodes of the first `count` tasks of every environment, not trained on."""
+        config = self.config.rollout
+        config = replace(config, talk=replace(config.talk, temperature=temperature), iteration_tokens=None)
+        rollouts = Rollouts(self.engine, self._tokenizer, self._environments, config)
+        jobs = [
+            Job(environment=name, task=environment.task(number, split), sample=0, seed=self.config.seed, iteration=-1)
+            for name, environment in self._environments.items()
+            for number in range(count)
+        ]
+        return list((await rollouts.collect(jobs, iteration=self.iteration)).trajectories)
+
+    # --- parts of an iteration ----------------------------------------------------------------------------------------
+
+    def _new_jobs(self) -> list[Job]:
+        """K samples of each task drawn; environments take turns."""
+        names = sorted(self._environments)
+        jobs = []
+        for place, name in enumerate(names):
+            count = len(range(place, self.config.tasks, len(names)))
+            environment, priorities = self._environments[name], self.priorities[name]
+            tasks = [environment.task(number, "train") for number in range(self.config.pool)]
+            numbers = priorities.draw(
+                [task.name for task in tasks], count, seed=self.config.seed, iteration=self.iteration
+            )  # fmt: skip
+            jobs += [
+                Job(
+                    environment=name, task=tasks[number], sample=sample, seed=self.config.seed, iteration=self.iteration
+                )
+                for number in dict.fromkeys(numbers)
+                for sample in range(self.config.rollout.group_size)
+            ]
+        return jobs
+
+    def _lost(self, jobs: Sequence[Job], collected: Collected) -> list[Job]:
+        kept = {(each.environment, each.task, each.iteration, each.sample) for each in collected.trajectories}
+        kept |= {(each.environment, each.task.name, each.iteration, each.sample) for each in collected.parked}
+        return [job for job in jobs if (job.environment, job.task.name, job.iteration, job.sample) not in kept]
+
+    def _learn(self, samples: Sequence[Sample]) -> list[Update]:
+        parts = max(1, min(self.config.updates, len(samples)))
+        scale = min(1.0, (self.iteration + 1) / self.config.warmup) if self.config.warmup else 1.0
+        return [self.learner.update(samples[part::parts], lr_scale=scale) for part in range(parts)]
+
+    def _record(
+        self, collected: Collected, updates: Sequence[Update], began: float, sampled: float, learnt: float
+    ) -> dict[str, Any]:
+        tokens = sum(update.tokens for update in updates)
+        rolled = sum(trajectory.num_trained for trajectory in collected.trajectories)
+
+        def mean(name: str) -> float:
+            return sum(getattr(update, name) * update.tokens for update in updates) / tokens if tokens else 0.0
+
+        return {
+            "iteration": self.iteration,
+            **means(collected.trajectories),
+            "episodes": len(collected.trajectories),
+            "parked": len(collected.parked),
+            "failures": dict(collected.failures),
+            "examples": list(collected.examples),
+            "empty": collected.num_empty,
+            "dropped": dict(self.groups.dropped),
+            "trained_tokens": tokens,
+            "loss": sum(update.loss for update in updates),
+            "gap": mean("gap"),
+            "largest_gap": max((update.largest_gap for update in updates), default=0.0),
+            "clipped": mean("clipped"),
+            "grad_norm": max((update.grad_norm for update in updates), default=0.0),
+            "skipped": sum(update.skipped for update in updates),
+            "rollout_seconds": round(sampled - began, 3),
+            "learn_seconds": round(learnt - sampled, 3),
+            "rollout_tokens_per_s": round(rolled / max(1e-9, sampled - began), 1),
+            "learn_tokens_per_s": round(tokens / max(1e-9, learnt - sampled), 1),
+        }
+
+    # --- checkpoints --------------------------------------------------------------------------------------------------
+
+    def save(self) -> None:
+        """Weights, optimizer and everything that waits; complete or absent."""
+        optimizer = self.learner.optimization.optimizer
+        model = self.learner.model
+        waiting = [trajectory for group in self.groups.waiting.values() for trajectory in group]
+        kept = self.folder / CHECKPOINTS / f"{self.iteration:06d}-{WAITING}"
+        save_trajectories(kept, waiting)
+        checkpoint.save(
+            self.folder / CHECKPOINTS,
+            step=self.iteration,
+            tensors={
+                **checkpoint.model_tensors(model),
+                **checkpoint.optimizer_tensors(model, optimizer),
+                **self.learner.optimization.clip_tensors(),
+                **random_state.tensors(),
+            },
+            state={
+                "iteration": self.iteration,
+                "optimizer_scalars": checkpoint.optimizer_scalars(model, optimizer),
+                "parked": [job.plain() for job in self._parked],
+                "lost": [[*key, count] for key, count in self.groups.lost.items()],
+                "waiting": kept.name,
+                "priorities": {name: each.state() for name, each in self.priorities.items()},
+                "toggle": None if self.groups.toggle is None else self.groups.toggle.state(),
+            },
+            keep_last=2,
+            beside=[kept],
+        )
+        for old in sorted(kept.parent.glob(f"*-{WAITING}"))[:-2]:
+            old.unlink()
+
+    async def _load(self) -> None:
+        found = await asyncio.to_thread(checkpoint.find, self.folder / CHECKPOINTS)
+        if found is None:
+            raise LoopError(f"{str(self.folder)!r} holds no checkpoint to resume from")
+        state = found.state
+        optimization = self.learner.optimization
+        loaded = checkpoint.restore(found.folder, state, self.learner.model, optimization.optimizer)
+        optimization.load_clip_tensors(loaded)
+        self.iteration = state["iteration"]
+        self._parked = [Job.of(plain) for plain in state["parked"]]
+        self.groups.lost.update({(name, task, int(began)): count for name, task, began, count in state["lost"]})
+        self.groups.add(load_trajectories(self.folder / CHECKPOINTS / state["waiting"]))
+        for name, plain in state["priorities"].items():
+            self.priorities[name].load_state(plain)
+        if self.groups.toggle is not None and state["toggle"] is not None:
+            self.groups.toggle.load_state(state["toggle"])
+        records = self.folder / RECORDS
+        lines = records.read_text(encoding="utf-8").splitlines() if records.exists() else []
+        kept = [line for line in lines if json.loads(line)["iteration"] <= self.iteration]
+        records.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        await self.engine.load_weights(self.learner.model, self.iteration)

@@ -1,0 +1,205 @@
+"""Many episodes at once: every one a coroutine, all of them decoding in one engine.
+
+    rollouts = Rollouts(engine, tokenizer, {"arithmetic": Arithmetic()}, RolloutConfig(group_size=8))
+    collected = await rollouts.collect([Job(...), ...], iteration=3)
+
+What is promised: an environment that raises or hangs, a judge that raises or says NaN costs its own episode, is counted
+by its kind and told with an example, and nothing else is lost. The outcome of an episode depends on its job and the
+weights alone, not on what runs beside it. Trajectories come back in the order of the jobs.
+
+Partial rollouts (arXiv 2501.12599): with `iteration_tokens` an episode may sample so many tokens per iteration; one
+that is not over then comes back as parked, and is continued by giving its job again.
+"""
+
+import asyncio
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from perilune.data.tokenizer import Tokenizer
+from perilune.rl.environment import Environment, EpisodeOver, Task, reward_of
+from perilune.rl.talk import EngineTalk, EpisodeParked, TalkConfig, TalkError, Turn
+from perilune.rl.trajectory import Trajectory
+from perilune.serve.async_engine import AsyncEngine, EngineDead
+from perilune.serve.sessions import Sessions
+
+SHOWN_FAILURES = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    group_size: int = 8
+    """Samples of one task: K."""
+    concurrency: int = 256
+    """Episodes at a time."""
+    episode_seconds: float = 600.0
+    """Longer ones have hung. Time in the engine counts, so leave room for a busy one."""
+    judge_seconds: float = 60.0
+    iteration_tokens: int | None = None
+    """Tokens an episode may sample in one iteration before it is parked; None: all it wants."""
+    talk: TalkConfig = field(default_factory=TalkConfig)
+
+    def __post_init__(self) -> None:
+        for name in ("group_size", "concurrency"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"rollout.{name} is {getattr(self, name)!r}, expected at least 1")
+        for name in ("episode_seconds", "judge_seconds"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"rollout.{name} is {getattr(self, name)!r}, expected more than 0")
+        if self.iteration_tokens is not None and self.iteration_tokens < 1:
+            raise ValueError(f"rollout.iteration_tokens is {self.iteration_tokens!r}, expected at least 1, or None")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One episode that is to be played, or played on."""
+
+    environment: str
+    task: Task
+    sample: int
+    seed: int
+    iteration: int
+    """In which it began: with `task` it names the group."""
+    turns: tuple[Turn, ...] = ()
+    """What the policy has said already."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.environment}/{self.task.name}/{self.iteration}/{self.sample}"
+
+    def plain(self) -> dict[str, Any]:
+        """JSON, for a checkpoint."""
+        task = {"name": self.task.name, "data": dict(self.task.data), "weights": dict(self.task.weights)}
+        return {
+            "environment": self.environment, "task": task, "sample": self.sample, "seed": self.seed,
+            "iteration": self.iteration, "turns": [turn.plain() for turn in self.turns],
+        }  # fmt: skip
+
+    @staticmethod
+    def of(plain: Mapping[str, Any]) -> "Job":
+        return Job(
+            environment=plain["environment"],
+            task=Task(**plain["task"]),
+            sample=plain["sample"],
+            seed=plain["seed"],
+            iteration=plain["iteration"],
+            turns=tuple(Turn.of(turn) for turn in plain["turns"]),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collected:
+    trajectories: tuple[Trajectory, ...]
+    parked: tuple[Job, ...]
+    failures: Counter[str]
+    """Episodes lost, by what went wrong."""
+    examples: tuple[str, ...]
+    """The first of them, in words."""
+    num_empty: int
+    """Episodes in which the policy said nothing: kept, and judged as what they are."""
+
+
+class Failure(Exception):
+    def __init__(self, kind: str, detail: str) -> None:
+        super().__init__(detail)
+        self.kind = kind
+
+
+class Rollouts:
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        tokenizer: Tokenizer,
+        environments: Mapping[str, Environment],
+        config: RolloutConfig | None = None,
+    ) -> None:
+        self._engine, self._tokenizer = engine, tokenizer
+        self._environments = dict(environments)
+        self._config = config or RolloutConfig()
+        self._sessions = Sessions(tokenizer)
+
+    async def collect(self, jobs: Sequence[Job], *, iteration: int) -> Collected:
+        """Play all of them. Raises EngineDead when the engine has stopped for good."""
+        gate = asyncio.Semaphore(self._config.concurrency)
+
+        async def one(job: Job) -> Trajectory | Job | Failure:
+            async with gate:
+                try:
+                    return await self._episode(job)
+                except Failure as failure:
+                    return failure
+
+        found = await asyncio.gather(*(one(job) for job in jobs))
+        failures = [(job, each) for job, each in zip(jobs, found) if isinstance(each, Failure)]
+        trajectories = tuple(each for each in found if isinstance(each, Trajectory))
+        return Collected(
+            trajectories=trajectories,
+            parked=tuple(each for each in found if isinstance(each, Job)),
+            failures=Counter(failure.kind for _, failure in failures),
+            examples=tuple(f"{job.name}: {failure}" for job, failure in failures[:SHOWN_FAILURES]),
+            num_empty=sum(trajectory.num_trained == 0 for trajectory in trajectories),
+        )
+
+    async def _episode(self, job: Job) -> Trajectory | Job:
+        config = self._config
+        environment = self._environments[job.environment]
+        talk = EngineTalk(
+            self._engine, self._sessions, self._tokenizer, config.talk,
+            name=job.name, seed=job.seed, turns=job.turns, allowance=config.iteration_tokens,
+        )  # fmt: skip
+        try:
+            async with asyncio.timeout(config.episode_seconds):
+                await environment.episode(job.task, talk)
+        except EpisodeParked:
+            return replace(job, turns=tuple(talk.turns))
+        except EpisodeOver:
+            pass
+        except TimeoutError:
+            raise Failure("hung", f"not over after {config.episode_seconds:g} s") from None
+        except EngineDead:
+            raise
+        except TalkError as error:
+            raise Failure("engine" if "engine failed" in str(error) else "not repeatable", str(error)) from error
+        except Exception as error:
+            raise Failure("environment", f"{type(error).__name__}: {error}") from error
+        finally:
+            talk.close()
+        facets, reward = await self._judged(environment, job, talk)
+        return Trajectory(
+            environment=job.environment,
+            task=job.task.name,
+            task_data=job.task.data,
+            weights=job.task.weights,
+            sample=job.sample,
+            seed=job.seed,
+            iteration=job.iteration,
+            branches=tuple(talk.recording.branches),
+            messages=tuple(talk.messages),
+            facets=facets,
+            reward=reward,
+            finish="length" if talk.finish == "length" else "stop",
+        )
+
+    async def _judged(self, environment: Environment, job: Job, talk: EngineTalk) -> tuple[dict[str, float], float]:
+        """In a thread: a judge may compute long. One that hangs keeps its thread, and costs nothing else."""
+        try:
+            async with asyncio.timeout(self._config.judge_seconds):
+                facets = await asyncio.to_thread(environment.judge, job.task, talk.messages)
+            facets = {str(name): float(value) for name, value in facets.items()}
+            reward = reward_of(job.task, facets)
+        except TimeoutError:
+            raise Failure("judge hung", f"no verdict after {self._config.judge_seconds:g} s") from None
+        except Exception as error:
+            raise Failure("judge", f"{type(error).__name__}: {error}") from error
+        if not math.isfinite(reward) or not all(math.isfinite(value) for value in facets.values()):
+            raise Failure("reward", f"the reward is {reward!r} with facets {facets!r}, expected finite numbers")
+        return facets, reward
+
+
+def replayed(environment: Environment, trajectory: Trajectory) -> tuple[dict[str, float], float]:
+    """Facets and reward of a stored trajectory, judged again from its transcript: the same bits."""
+    task = Task(name=trajectory.task, data=trajectory.task_data, weights=trajectory.weights)
+    facets = {str(name): float(value) for name, value in environment.judge(task, trajectory.messages).items()}
+    return facets, reward_of(task, facets)

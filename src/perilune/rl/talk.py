@@ -1,0 +1,243 @@
+"""A conversation with the policy, in an engine of this process: token in, token out.
+
+    talk = EngineTalk(engine, sessions, tokenizer, TalkConfig(), name="drawing/7/0", seed=3)
+    talk.add({"role": "user", "content": "2 + 2 = ?"})
+    message = await talk.ask()
+    talk.recording.branches        what was served: ids, log-probs, versions of the weights
+
+Each prompt is the previous prompt and completion, as ids, and only the new messages rendered (serve/sessions.py). Log-
+probs are the engine's, at temperature 1: training samples there.
+
+An episode that has used up its share of an iteration is parked: `ask` raises EpisodeParked, and `turns` hold everything
+the policy said so far, the last perhaps unfinished. A talk that is given these turns answers with them again, without
+the engine, and samples on where they end. So an episode can be continued in a later iteration, by other weights, or
+after a restart. An environment has to be a function of its task and of what the policy says; one that is not is found
+out here, since its next prompt differs from the one that was served.
+"""
+
+import base64
+import binascii
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from perilune.data.chat import Attachment, parse_message, parse_tools
+from perilune.data.chat_messages import ChatError, ChatMessage
+from perilune.data.chat_parser import ChatParser, Parsed
+from perilune.data.images import DEFAULT_PROCESSOR, ProcessorConfig, image_media, load_image
+from perilune.data.tokenizer import Tokenizer
+from perilune.rl.environment import EpisodeOver, Message
+from perilune.rl.trajectory import Recording
+from perilune.serve.async_engine import AsyncEngine
+from perilune.serve.request import MAX_SEED, Picture, Request, SamplingParams
+from perilune.serve.sessions import SessionPrompt, Sessions
+from perilune.serve.text_stream import TextStream
+
+
+class EpisodeParked(EpisodeOver):
+    """The episode has used up its share of this iteration: it is to be continued later."""
+
+
+class TalkError(RuntimeError):
+    """The engine failed, or an environment said something else than the last time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TalkConfig:
+    max_tokens: int = 1024
+    """Sampled in one episode, all turns together."""
+    max_turns: int = 16
+    temperature: float = 1.0
+    """Only for evaluation: what is trained on is sampled at 1."""
+    thinking: bool = False
+    processor: ProcessorConfig = DEFAULT_PROCESSOR
+
+    def __post_init__(self) -> None:
+        for name in ("max_tokens", "max_turns"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"talk.{name} is {getattr(self, name)!r}, expected at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """One reply of the policy; JSON but for its tuples."""
+
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    is_over: bool
+    """False: it was cut to be continued."""
+    finish: str = "stop"
+
+    def plain(self) -> dict[str, Any]:
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
+
+    @staticmethod
+    def of(plain: Mapping[str, Any]) -> "Turn":
+        lists = {name: tuple(plain[name]) for name in ("prompt", "tokens", "logprobs", "versions")}
+        return Turn(**lists, is_over=plain["is_over"], finish=plain["finish"])
+
+
+class EngineTalk:
+    """Implements `environment.Talk`."""
+
+    def __init__(
+        self,
+        engine: AsyncEngine,
+        sessions: Sessions,
+        tokenizer: Tokenizer,
+        config: TalkConfig,
+        *,
+        name: str,
+        seed: int,
+        turns: Sequence[Turn] = (),
+        allowance: int | None = None,
+    ) -> None:
+        """`allowance`: tokens it may sample before it is parked; None: no limit but the config's."""
+        self._engine, self._sessions, self._tokenizer, self._config = engine, sessions, tokenizer, config
+        self._name, self._seed = name, seed
+        self._known = list(turns)
+        self._allowance = allowance
+        self._messages: list[Message] = []
+        self._parsed: list[ChatMessage] = []
+        self._attachments: list[Attachment] = []
+        self._ends = frozenset({tokenizer.eos_id, tokenizer.special_ids["<|im_end|>"]})
+        self.turns: list[Turn] = []
+        self.recording = Recording()
+
+    @property
+    def messages(self) -> Sequence[Message]:
+        return tuple(self._messages)
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(len(turn.tokens) for turn in self.turns)
+
+    @property
+    def finish(self) -> str:
+        """ "length" when a reply was cut for good, else "stop"."""
+        return "length" if any(turn.finish == "length" for turn in self.turns) else "stop"
+
+    def add(self, *messages: Message) -> None:
+        for message in messages:
+            parsed = parse_message(message, path=f"messages[{len(self._messages)}]")
+            self._attachments += [self._picture(part.kind, part.source) for part in parsed.media]
+            self._messages.append(message)
+            self._parsed.append(parsed)
+
+    async def ask(
+        self, *, tools: Sequence[Mapping[str, Any]] = (), max_tokens: int | None = None, stop: Sequence[str] = ()
+    ) -> Message:
+        number = len(self.turns)
+        room = self._config.max_tokens - self.num_sampled
+        if number >= self._config.max_turns or room < 1:
+            raise EpisodeOver
+        prompt = self._sessions.prompt(
+            messages=self._parsed,
+            tools=parse_tools(list(tools)),
+            attachments=self._attachments,
+            thinking=self._config.thinking,
+            session_id=self._name,
+        )
+        turn = self._known[number] if number < len(self._known) else None
+        if turn is not None and list(turn.prompt) != prompt.tokens:
+            raise TalkError(
+                f"{self._name}: the prompt of turn {number} is not the one that was served: the environment did not do "
+                "the same again"
+            )
+        if turn is None or not turn.is_over:
+            limit = room if max_tokens is None else min(room, max_tokens)
+            turn = await self._sampled(prompt, turn, number, limit, tuple(stop))
+        self.turns.append(turn)
+        self.recording.add(
+            turn.prompt, turn.tokens, turn.logprobs, turn.versions, media=prompt.media, starts=prompt.starts
+        )  # fmt: skip
+        if not turn.is_over:
+            raise EpisodeParked
+        parsed = self._read(turn, tuple(stop))
+        self._sessions.record(prompt, turn.tokens, parsed)
+        plain = parsed.message.plain()
+        self._messages.append(plain)
+        self._parsed.append(parsed.message)
+        return plain
+
+    def close(self) -> None:
+        """Forget the session."""
+        self._sessions.forget(owner="", session_id=self._name)
+
+    async def _sampled(
+        self, prompt: SessionPrompt, begun: Turn | None, number: int, limit: int, stop: tuple[str, ...]
+    ) -> Turn:
+        """The reply, begun anew or continued where it was cut, as far as the allowance goes."""
+        tokens = list(begun.tokens) if begun is not None else []
+        logprobs = list(begun.logprobs) if begun is not None else []
+        versions = list(begun.versions) if begun is not None else []
+        room = limit - len(tokens)
+        allowed = room if self._allowance is None else min(room, self._allowance)
+        finish = "length"
+        if allowed > 0:
+            pictures = tuple(Picture.of(item, start) for item, start in zip(prompt.media, prompt.starts, strict=True))
+            request = Request(
+                request_id=f"{self._name}#{number}.{len(tokens)}",
+                prompt=(*prompt.tokens, *tokens),
+                params=SamplingParams(
+                    max_tokens=allowed,
+                    temperature=self._config.temperature,
+                    seed=seed_of(self._seed, self._name, number, len(tokens)),
+                    stop_ids=self._ends,
+                    stop=stop,
+                    logprobs=0,
+                ),
+                media=pictures,
+            )
+            async for output in self._engine.stream(request):
+                if output.error is not None:
+                    raise TalkError(f"{self._name}: the engine failed: {output.error}")
+                tokens += output.token_ids
+                logprobs += [each.logprob for each in output.logprobs]
+                versions += [output.weight_version] * len(output.token_ids)
+                finish = output.finish_reason or finish
+        if self._allowance is not None:
+            self._allowance -= len(tokens) - (0 if begun is None else len(begun.tokens))
+        return Turn(
+            prompt=tuple(prompt.tokens),
+            tokens=tuple(tokens),
+            logprobs=tuple(logprobs),
+            versions=tuple(versions),
+            is_over=finish != "length" or len(tokens) >= limit,
+            finish=finish,
+        )
+
+    def _read(self, turn: Turn, stop: tuple[str, ...]) -> Parsed:
+        parser = ChatParser(thinking=self._config.thinking)
+        text = TextStream(self._tokenizer, stop, False)
+        for token in turn.tokens:
+            if token in self._ends:
+                break
+            for piece in text.push(token):
+                parser.push(piece)
+        for piece in text.finish():
+            parser.push(piece)
+        parsed = parser.finish()
+        is_ended = bool(turn.tokens) and turn.tokens[-1] == self._tokenizer.special_ids["<|im_end|>"]
+        # The end of the turn was left out above: it is no text.
+        return Parsed(message=parsed.message, is_ended=is_ended, closing=() if is_ended else parsed.closing)
+
+    def _picture(self, kind: str, source: str) -> Attachment:
+        if kind != "image" or source[:5].lower() != "data:":
+            raise ChatError(f"messages[{len(self._messages)}]", "holds a picture that is no data: URL")
+        try:
+            content = base64.b64decode(source.partition(",")[2], validate=True)
+        except binascii.Error as error:
+            raise ChatError(
+                f"messages[{len(self._messages)}]", f"holds a picture that is not base64: {error}"
+            ) from error
+        return image_media(load_image(content), self._config.processor)
+
+
+def seed_of(seed: int, *names: str | int) -> int:
+    """A seed for one reply: a function of the run's seed and of which reply it is."""
+    digest = hashlib.sha256("/".join(map(str, (seed, *names))).encode()).digest()
+    return int.from_bytes(digest[:8], "big") % MAX_SEED

@@ -1,0 +1,90 @@
+"""An answer: what the tokens of one request mean. Text as far as it is certain, log-probs, and whether this is the end.
+
+A sequence ends with a stop id (part of the token ids, never of the text), with a stop string (the text is cut before
+it), or when it is as long as was asked for.
+"""
+
+from perilune.data.tokenizer import Tokenizer
+from perilune.serve.job import Job
+from perilune.serve.request import FinishReason, Output, Request, TokenLogprob
+from perilune.serve.sampler import SamplerRow
+from perilune.serve.text_stream import Piece, TextStream
+
+
+class Answer:
+    def __init__(
+        self, request: Request, job: Job, row: SamplerRow, stop_ids: frozenset[int], tokenizer: Tokenizer
+    ) -> None:
+        self.request, self.job, self.row = request, job, row
+        self._stop_ids = stop_ids
+        self._text = TextStream(tokenizer, request.params.stop, request.params.include_stop)
+        # Nothing predicts the first token of a prompt.
+        self._prompt_scores: list[TokenLogprob | None] = [None]
+
+    def scored(self, start: int, scores: list[TokenLogprob]) -> None:
+        """Log-probs of prompt tokens from position `start` on; those known from before a pre-emption stay."""
+        self._prompt_scores += scores[len(self._prompt_scores) - start :]
+
+    def forget_scores(self) -> None:
+        """The prompt is computed anew, with other weights."""
+        del self._prompt_scores[1:]
+
+    def token(self, token: int, logprob: TokenLogprob | None, version: int) -> Output:
+        """The event of one more token, which the job already counts."""
+        grammar = self.row.grammar
+        if grammar is not None and not grammar.accept(token):
+            raise ValueError(grammar.error or f"the grammar does not allow token {token!r}")
+        pieces: list[Piece] = []
+        reason: FinishReason | None = None
+        match: str | int | None = None
+        if token in self._stop_ids:
+            reason, match = "stop", token
+        else:
+            pieces = self._text.push(token)
+            is_last = self.job.num_sampled >= self.request.params.max_tokens
+            if self._text.matched is not None:
+                reason, match = "stop", self._text.matched
+            elif grammar is not None and grammar.is_finished and (is_last or not self._stop_ids):
+                reason = "stop"  # complete, and no stop id can say so
+            elif is_last:
+                reason = "length"
+        if reason is not None:
+            pieces += self._text.finish()
+        logprobs = () if logprob is None else (logprob,)
+        return self._output(version, reason, token_ids=(token,), pieces=pieces, logprobs=logprobs, stop_match=match)
+
+    def prompt_alone(self, version: int) -> Output:
+        """The only event of a request for no tokens."""
+        return self._output(version, "length")
+
+    def ended(self, reason: FinishReason, version: int, error: str | None = None) -> Output:
+        """Cancelled or failed: what was held back is not said any more."""
+        return self._output(version, reason, error=error)
+
+    def _output(
+        self,
+        version: int,
+        reason: FinishReason | None,
+        *,
+        token_ids: tuple[int, ...] = (),
+        pieces: list[Piece] | None = None,
+        logprobs: tuple[TokenLogprob, ...] = (),
+        stop_match: str | int | None = None,
+        error: str | None = None,
+    ) -> Output:
+        scores = None
+        if self.job.scores_prompt and reason not in ("cancelled", "error"):
+            scores, self.job.scores_prompt = tuple(self._prompt_scores), False
+        return Output(
+            request_id=self.request.request_id,
+            token_ids=token_ids,
+            pieces=tuple(pieces or ()),
+            logprobs=logprobs,
+            prompt_logprobs=scores,
+            finish_reason=reason,
+            stop_match=stop_match,
+            error=error,
+            weight_version=version,
+            num_cached=min(self.job.num_cached or 0, self.job.num_prompt),
+            seed=self.row.seed,
+        )

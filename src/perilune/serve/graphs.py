@@ -1,0 +1,145 @@
+"""Steps of decodes alone as CUDA graphs: one recording per batch bucket, replayed with new numbers.
+
+A decoding step of a small batch takes the host longer to launch than the device to run. A graph launches it at once,
+but only with the shapes and addresses it was recorded with. So the numbers of a step are copied into buffers that stay
+where they are, the batch is filled up to the next bucket (1, 2, 4, 8, 16, ...) with padding rows, and the table of
+pages to the next width (a power of four). A graph is recorded when its bucket is first needed, after running it twice
+on padding alone, which compiles every kernel and changes no page or slot.
+
+With `capture=False` the same padded step runs without a graph: what tests compare on a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from perilune.model.paged import PagedBatch
+from perilune.model.paged_batch import Run, decode_batch, decode_numbers
+
+SMALLEST_WIDTH = 16
+WARM_UPS = 2
+
+
+def batch_buckets(max_sequences: int) -> tuple[int, ...]:
+    """1, 2, 4, ... up to the most sequences that run at once."""
+    if max_sequences < 1:
+        raise ValueError(f"max_sequences is {max_sequences!r}, expected at least 1")
+    sizes = [1]
+    while sizes[-1] < max_sequences:
+        sizes.append(min(2 * sizes[-1], max_sequences))
+    return tuple(sizes)
+
+
+def bucket_of(count: int, buckets: Sequence[int]) -> int:
+    """The smallest bucket that holds `count`."""
+    fitting = [size for size in buckets if size >= count]
+    if not fitting:
+        raise ValueError(f"a step decodes {count} sequences, expected at most max_sequences={buckets[-1]}")
+    return fitting[0]
+
+
+def width_of(num_pages: int) -> int:
+    """Columns of the page table: the next power of four, at least 16."""
+    width = SMALLEST_WIDTH
+    while width < num_pages:
+        width *= 4
+    return width
+
+
+@dataclass(eq=False)
+class _Recording:
+    """Buffers of one bucket, what they are turned into, and the graph that does it."""
+
+    numbers: Tensor
+    """[6, bucket] int32"""
+    table: Tensor
+    """[bucket, width] int32"""
+    late_ids: Tensor
+    """[rows of the largest bucket]"""
+    graph: torch.cuda.CUDAGraph | None = None
+    output: Tensor | None = None
+
+
+class DecodeGraphs:
+    """`step` turns a PagedBatch into one row of output per decode, always by the same launches for the same shapes."""
+
+    def __init__(
+        self,
+        step: Callable[[PagedBatch], Tensor],
+        *,
+        page_size: int,
+        scratch_row: int,
+        max_sequences: int,
+        device: torch.device,
+        capture: bool = True,
+    ) -> None:
+        self.buckets = batch_buckets(max_sequences)
+        self._step, self._device, self._capture = step, device, capture
+        self._page_size, self._scratch_row = page_size, scratch_row
+        self._recordings: dict[tuple[int, int], _Recording] = {}
+        self._memory = torch.cuda.graph_pool_handle() if capture else None
+
+    def __len__(self) -> int:
+        return len(self._recordings)
+
+    def run(self, runs: Sequence[Run], pages: Sequence[np.ndarray], late_ids: Tensor | None = None) -> Tensor:
+        """One row per run, until the next step of the same bucket. `pages` [M] int32 are those of every run."""
+        key = bucket_of(len(runs), self.buckets), width_of(max(map(len, pages)))
+        if key not in self._recordings:
+            self._recordings[key] = self._record(*key)
+        recording = self._recordings[key]
+        self._fill(recording, runs, pages, late_ids)
+        if recording.graph is None:
+            return self._padded(recording)[: len(runs)]
+        recording.graph.replay()
+        assert recording.output is not None
+        return recording.output[: len(runs)]
+
+    def _fill(
+        self, recording: _Recording, runs: Sequence[Run], pages: Sequence[np.ndarray], late_ids: Tensor | None
+    ) -> None:
+        numbers = decode_numbers(
+            runs, page_size=self._page_size, scratch_row=self._scratch_row, num_rows=recording.numbers.shape[1]
+        )
+        used = max(map(len, pages))
+        table = np.zeros((len(runs), used), np.int32)
+        for row, own in enumerate(pages):
+            table[row, : len(own)] = own
+        recording.numbers.copy_(self._sent(numbers), non_blocking=True)
+        recording.table[: len(runs), :used].copy_(self._sent(table), non_blocking=True)
+        if late_ids is not None:
+            recording.late_ids[: len(late_ids)].copy_(late_ids)
+
+    def _sent(self, numbers: np.ndarray) -> Tensor:
+        """Pinned on the way to a GPU, in memory that is not used again before the copy is over."""
+        tensor = torch.from_numpy(numbers)
+        return tensor.pin_memory() if self._device.type == "cuda" else tensor
+
+    def _padded(self, recording: _Recording) -> Tensor:
+        return self._step(decode_batch(recording.numbers, recording.table, recording.late_ids))
+
+    def _record(self, batch: int, width: int) -> _Recording:
+        padding = decode_numbers((), page_size=self._page_size, scratch_row=self._scratch_row, num_rows=batch)
+        recording = _Recording(
+            numbers=torch.from_numpy(padding).to(self._device),
+            table=torch.zeros(batch, width, dtype=torch.int32, device=self._device),
+            late_ids=torch.zeros(self.buckets[-1], dtype=torch.long, device=self._device),
+        )
+        if not self._capture:
+            return recording
+        stream = torch.cuda.Stream(self._device)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UPS):
+                self._padded(recording)
+        torch.cuda.current_stream(self._device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._memory):
+            recording.output = self._padded(recording)
+        recording.graph = graph
+        return recording

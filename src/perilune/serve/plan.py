@@ -1,0 +1,75 @@
+"""One step of the engine, as the scheduler hands it to the runner: plain data, no torch.
+
+    for slot in plan.clear: runner.clear_state(slot)
+    for source, target in plan.load: runner.copy_state(source, target)      the engine does these,
+    logits = runner.run(plan, late_ids)
+    for source, target in plan.save: runner.copy_state(source, target)      in this order
+
+A share is a run of tokens of one sequence. Its state slot holds the state after the tokens before `start` and, when the
+step is over, the state after `end`; the latents of its tokens go to their places in its pages, position i to row
+i % page_size of pages[i // page_size]. Shares of one token (decodes) come first, longer ones (prefill chunks) after.
+
+Late tokens: with asynchronous scheduling a step is planned before the ids of the step before it are on the host. Such
+a share has `late_row`, and its last token (-1 in `tokens`) is late_ids[late_row], where `late_ids` are the ids sampled
+in the step before, on the device, one per share with `samples`, in plan order.
+
+Deterministic: `start` is always a multiple of the tile (model/deterministic.py), counted from position 0, and a decode
+replays its sequence from the last such border. The slot then holds the state at the last border at or before `end`: a
+share that ends before the next border leaves its slot as it was. There are no late tokens.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from perilune.serve.request import Picture
+
+Want = Literal["none", "last", "all"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """Tokens start .. end of one sequence."""
+
+    request_id: str
+    start: int
+    """Position of the first token."""
+    tokens: tuple[int, ...]
+    pages: tuple[int, ...]
+    """All pages of the sequence in order, at least up to `end`; the same object from step to step until they change."""
+    slot: int
+    want: Want
+    """Which rows of logits the runner returns: none, that of the last token, or one per token."""
+    samples: bool
+    """A token is sampled from the last row."""
+    pictures: tuple[Picture, ...] = ()
+    """Those with a place among these tokens; the others need not be encoded."""
+    late_row: int | None = None
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tokens)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of logits it gets."""
+        return {"none": 0, "last": 1, "all": len(self.tokens)}[self.want]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPlan:
+    shares: tuple[Share, ...] = ()
+    clear: tuple[int, ...] = ()
+    """Slots of sequences that begin at position 0."""
+    load: tuple[tuple[int, int], ...] = ()
+    """(snapshot, slot) of sequences that begin at a cached prefix."""
+    save: tuple[tuple[int, int], ...] = ()
+    """(slot, snapshot) of states worth keeping after this step."""
+
+    @property
+    def num_decodes(self) -> int:
+        """How many shares, all at the front, have one token."""
+        return sum(len(share.tokens) == 1 for share in self.shares)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(share.tokens) for share in self.shares)

@@ -1,0 +1,201 @@
+"""The runner turns a plan of the scheduler into tensors, runs the model and gives back logits.
+
+It owns the model and the pools (model/paged.py), and nothing else touches their memory. Steps of decodes alone replay
+CUDA graphs where there is CUDA (graphs.py); every other step runs operator by operator.
+
+    runner = Runner(model, num_pages=512, page_size=64, num_slots=64, max_sequences=32)
+    logits = runner.run(plan, late_ids)          [rows wanted, vocabulary], in the order of the plan
+
+What this promises: the logits of a share depend on its own sequence alone; weights are changed in place, so graphs stay
+valid; with `deterministic` they are, bit by bit, those of the training forward in the same mode
+(model/deterministic.py), however the sequences were batched, cut into chunks or continued from cached prefixes.
+
+The runner takes possession of the model: it is put into evaluation mode, and in half precision its matrices are rounded
+once instead of at every use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from perilune.model import Decoder
+from perilune.model.deterministic import TILE, logits_of_rows
+from perilune.model.linear import HALF, at_least_float32
+from perilune.model.paged import PagedBatch, bytes_per_page, bytes_per_slot, new_paged_cache
+from perilune.model.paged_batch import mixed_batch
+from perilune.model.paged_tiles import run_tiles
+from perilune.model.side_by_side import lay_apart, lay_side_by_side, round_matrices
+from perilune.serve.graphs import DecodeGraphs
+from perilune.serve.pictures import DEFAULT_BYTES, FeatureStore, media_of
+from perilune.serve.plan import Share, StepPlan
+
+__all__ = ["Runner", "bytes_per_page", "bytes_per_slot"]
+
+
+class Runner:
+    """A model with pools for `num_pages` pages and `num_slots` slots; at most `max_sequences` decode in one step."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        *,
+        num_pages: int,
+        page_size: int,
+        num_slots: int,
+        max_sequences: int,
+        deterministic: bool = False,
+        device: torch.device | str | None = None,
+        picture_bytes: int = DEFAULT_BYTES,
+        use_graphs: bool | None = None,
+    ) -> None:
+        """use_graphs: None takes them on CUDA; False never; True also runs the padded steps on a CPU, for tests."""
+        self.device = torch.device(device) if device is not None else model.embed_tokens.weight.device
+        self.model = model.to(self.device).eval()
+        if model.compute_dtype in HALF:
+            round_matrices(model, model.compute_dtype)
+        if deterministic:
+            lay_apart(model)  # as weights lie in training
+        else:
+            lay_side_by_side(model)
+        self.cache = new_paged_cache(
+            model.config, num_pages=num_pages, page_size=page_size, num_slots=num_slots, device=self.device
+        )
+        self.pictures = FeatureStore(model, max_bytes=picture_bytes)
+        if deterministic and page_size % TILE:
+            raise ValueError(f"page_size is {page_size!r}, expected a multiple of {TILE} with deterministic=True")
+        self.num_pages, self.page_size, self.num_slots = num_pages, page_size, num_slots
+        self.deterministic = deterministic
+        self._tables = _PageTables()
+        on_cuda = self.device.type == "cuda"
+        self._graphs = None
+        if not deterministic and (on_cuda if use_graphs is None else use_graphs):
+            self._graphs = DecodeGraphs(
+                self._logits,
+                page_size=page_size,
+                scratch_row=self.cache.scratch_row,
+                max_sequences=max_sequences,
+                device=self.device,
+                capture=on_cuda,
+            )
+
+    def run(self, plan: StepPlan, late_ids: Tensor | None = None) -> Tensor:
+        """Logits [rows wanted, vocabulary], at least float32, on the device, in the order of the plan's shares.
+
+        late_ids: what was sampled in the step before, for shares with a `late_row`.
+        """
+        with torch.inference_mode():  # operators start sooner, which is what a small step waits for
+            logits = self._run(plan, late_ids)
+        return logits.clone()  # outside, where the caller may change it in place
+
+    def _run(self, plan: StepPlan, late_ids: Tensor | None) -> Tensor:
+        for share in plan.shares:
+            self._check(share)
+        if not plan.shares:
+            return self.model.logits(self.model.embed_tokens.weight[:0])
+        if self.deterministic:
+            return torch.cat([self._deterministic_logits(share) for share in plan.shares])
+        decodes = [share for share in plan.shares if len(share.tokens) == 1]
+        chunks = [share for share in plan.shares if len(share.tokens) > 1]
+        first_row = _first_rows((*decodes, *chunks))
+        wanted = [row for share in plan.shares for row in _wanted_rows(share, first_row[id(share)])]
+        media = media_of(((share, first_row[id(share)]) for share in plan.shares if share.pictures), self.pictures)
+        if self._graphs is not None and not chunks and media is None:
+            logits = self._graphs.run(decodes, self._tables.of(decodes), late_ids)
+            if wanted == list(range(len(decodes))):
+                return logits
+            return logits[torch.tensor(wanted, dtype=torch.long, device=self.device)]
+        batch = mixed_batch(
+            decodes, chunks,
+            page_size=self.page_size, scratch_row=self.cache.scratch_row, wanted=wanted, late_ids=late_ids,
+            device=self.device,
+        )  # fmt: skip
+        return self.model.logits(self.model.step(batch, self.cache, media=media))
+
+    def copy_state(self, source_slot: int, target_slot: int) -> None:
+        """Snapshots are slots too."""
+        self._check_slot(source_slot)
+        self._check_slot(target_slot)
+        self.cache.copy_state(source_slot, target_slot)
+
+    def clear_state(self, slot: int) -> None:
+        self._check_slot(slot)
+        self.cache.clear_state(slot)
+
+    @torch.no_grad()
+    def load_weights(self, weights: Mapping[str, Tensor] | nn.Module) -> None:
+        """Copy weights into those of the model, by name; nothing is changed unless all of them fit."""
+        given = weights.state_dict() if isinstance(weights, nn.Module) else weights
+        own = self.model.state_dict()
+        if missing := sorted(own.keys() - given.keys()):
+            raise ValueError(f"weights lack {missing[0]!r} (and {len(missing) - 1} more), expected all of the model's")
+        if unknown := sorted(given.keys() - own.keys()):
+            raise ValueError(
+                f"weights hold {unknown[0]!r} (and {len(unknown) - 1} more), which the model does not have"
+            )
+        for name, tensor in own.items():
+            if tuple(given[name].shape) != tuple(tensor.shape):
+                raise ValueError(
+                    f"weights[{name!r}] is {tuple(given[name].shape)}, expected {tuple(tensor.shape)}: "
+                    "the model keeps its shape"
+                )
+        for name, tensor in own.items():
+            tensor.copy_(given[name])
+        self.pictures.forget()
+
+    def _logits(self, batch: PagedBatch) -> Tensor:
+        return self.model.logits(self.model.step(batch, self.cache))
+
+    def _deterministic_logits(self, share: Share) -> Tensor:
+        if share.late_row is not None:
+            raise ValueError(f"share of {share.request_id!r} has a late token: deterministic steps wait for their ids")
+        hidden = run_tiles(self.model, share, self.cache, media_of([(share, 0)], self.pictures))
+        return at_least_float32(logits_of_rows(hidden[len(hidden) - share.num_rows :], self.model.head_weight()))
+
+    def _check(self, share: Share) -> None:
+        self._check_slot(share.slot)
+        if not share.tokens:
+            raise ValueError(f"share of {share.request_id!r} has no tokens, expected at least one")
+        if self.cache.num_pages and len(share.pages) * self.page_size < share.end:
+            raise ValueError(
+                f"share of {share.request_id!r} has {len(share.pages)} pages of {self.page_size} tokens, expected "
+                f"enough for {share.end}"
+            )
+
+    def _check_slot(self, slot: int) -> None:
+        if not 0 <= slot < self.num_slots:
+            raise ValueError(f"slot is {slot!r}, expected 0 .. {self.num_slots - 1}")
+
+
+def _first_rows(shares: Sequence[Share]) -> dict[int, int]:
+    rows, found = 0, {}
+    for share in shares:
+        found[id(share)] = rows
+        rows += len(share.tokens)
+    return found
+
+
+def _wanted_rows(share: Share, first: int) -> range:
+    """Rows of a step in which the tokens of the share begin at row `first`."""
+    end = first + len(share.tokens)
+    return range(end - share.num_rows, end)
+
+
+class _PageTables:
+    """The pages of running sequences as arrays: those of a long one are turned into numbers when it gets a page, not at
+    every step. A sequence keeps the same tuple until then."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, tuple[tuple[int, ...], np.ndarray]] = {}
+
+    def of(self, decodes: Sequence[Share]) -> list[np.ndarray]:
+        found = {}
+        for share in decodes:
+            pages, array = self._kept.get(share.request_id, ((), None))
+            same = array is not None and pages is share.pages
+            found[share.request_id] = (share.pages, array if same else np.array(share.pages, np.int32))
+        self._kept = found
+        return [found[share.request_id][1] for share in decodes]

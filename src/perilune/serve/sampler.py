@@ -1,0 +1,280 @@
+"""Tokens for a batch of sequences, each with its own settings, and the log-probs that were asked for.
+
+What happens to a row of logits, in this order:
+
+    1. repetition penalty r, tokens of prompt and answer:    x / r if x > 0 else x * r
+    2. frequency and presence penalty, answer alone:         x - frequency * count - presence * (count > 0)
+    3. logit bias:                                           x + bias
+    4. bans (-inf): forbidden ids; stop ids before min_tokens; what the grammar does not allow
+    5. the draw of model/sampling.py with uniform(seed, tokens sampled before)
+
+What is promised:
+  * a sequence's tokens do not depend on what else is in the batch, and equal those of model.generate;
+  * log-probs are those of softmax(logits) as they came: before all of the above;
+  * a row that cannot be sampled has a problem, in words, and id 0; the others are not touched;
+  * on CUDA `sample` does not wait for the device: ids stay there, a copy is under way, and `host()` waits for it.
+    Counts for penalties live there too, so the next step can be launched before the ids are known.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from perilune.model.sampling import FINE, PROBLEMS, Settings, draw, to_device, uniform
+from perilune.serve.request import SamplingParams, TokenLogprob
+
+if TYPE_CHECKING:
+    from perilune.serve.grammar import GrammarState
+
+SCORED_ELEMENTS = 1 << 26  # prompt log-probs are computed for so many logits at a time
+
+
+class SamplerRow:
+    """What the sampler knows of one sequence. Make one per request and keep it: it counts what was sampled."""
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        *,
+        seed: int,
+        prompt: Sequence[int] = (),
+        generated: Sequence[int] = (),
+        stop_ids: frozenset[int] = frozenset(),
+        grammar: "GrammarState | None" = None,
+    ) -> None:
+        self.params = params
+        self.seed = seed
+        self.grammar = grammar
+        self.index = len(generated)
+        """How many tokens were sampled before the next one."""
+        self.is_penalized = (
+            params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
+        )
+        self._history = (prompt, tuple(generated))
+        self._counts_V: Tensor | None = None
+        self._prompted_V: Tensor | None = None
+        self.stop_ids = np.array(sorted(stop_ids), dtype=np.int64)
+        self.bias_ids = np.array(list(params.logit_bias.keys()), dtype=np.int64)
+        self.bias = np.array(list(params.logit_bias.values()), dtype=np.float64)
+
+    @property
+    def bans_stops(self) -> bool:
+        """A grammar that has come to its end allows nothing but a stop id, whatever `min_tokens` says."""
+        return self.index < self.params.min_tokens and not (self.grammar is not None and self.grammar.is_finished)
+
+    def counts(self, vocab_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """(times in the answer int64 [V], whether in the prompt bool [V]), on the device."""
+        if self._counts_V is None or self._prompted_V is None:
+            prompt, generated = (np.array(ids, dtype=np.int64) for ids in self._history)
+            self._counts_V = to_device(np.bincount(generated, minlength=vocab_size)[:vocab_size], device)
+            self._prompted_V = to_device(np.bincount(prompt, minlength=vocab_size)[:vocab_size] > 0, device)
+        return self._counts_V, self._prompted_V
+
+    def count(self, ids_1: Tensor) -> None:
+        """One more token of the answer; its id stays on the device."""
+        assert self._counts_V is not None
+        self._counts_V.index_add_(0, ids_1, torch.ones_like(ids_1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostSampled:
+    """What was sampled, on the host, one entry per row."""
+
+    token_ids: list[int]
+    problems: list[str | None]
+    """Why a row has no token; its id is 0 then."""
+    logprobs: list[TokenLogprob | None]
+    """Where they were asked for."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Sampled:
+    token_ids: Tensor
+    """[N] int64, on the device"""
+    host: Callable[[], HostSampled]
+    """Waits for the copy."""
+
+
+class Sampler:
+    def __init__(self, vocab_size: int, forbidden: Iterable[int] = (), device: torch.device | str = "cpu") -> None:
+        """`forbidden` ids are never sampled: pads of pictures, reserved ids, those the tokenizer does not have."""
+        self.vocab_size = vocab_size
+        ids = sorted(set(forbidden))
+        if ids and not 0 <= ids[0] <= ids[-1] < vocab_size:
+            wrong = ids[0] if ids[0] < 0 else ids[-1]
+            raise ValueError(f"forbidden holds {wrong!r}, expected ids in [0, {vocab_size})")
+        banned = np.zeros(vocab_size, dtype=bool)
+        banned[ids] = True
+        if banned.all():
+            raise ValueError(f"all {vocab_size} tokens are forbidden: nothing is left to sample")
+        self._banned_V = torch.from_numpy(banned).to(device) if banned.any() else None
+
+    @torch.no_grad()
+    def sample(self, logits_NV: Tensor, rows: Sequence[SamplerRow]) -> Sampled:
+        """One token for every row. The logits are left as they are."""
+        if logits_NV.shape != (len(rows), self.vocab_size):
+            raise ValueError(
+                f"logits have the shape {tuple(logits_NV.shape)!r}, expected [{len(rows)}, {self.vocab_size}]"
+            )
+        changed_NV, failures = self._changed(logits_NV, rows)
+        ids_N, problems_N = draw(changed_NV, _settings(rows))
+        asked = [n for n, row in enumerate(rows) if row.params.logprobs is not None]
+        tops = [rows[n].params.logprobs or 0 for n in asked]
+        scores = None
+        if asked:
+            all_asked = len(asked) == len(rows)
+            index_n = None if all_asked else to_device(np.array(asked), logits_NV.device)
+            some_NV, some_N = (logits_NV, ids_N) if index_n is None else (logits_NV[index_n], ids_N[index_n])
+            scores = score(some_NV, some_N, tops)
+        wait = start_copy(ids_N, problems_N)
+        for n, row in enumerate(rows):  # last: whoever calls again after an error finds the rows as they were
+            row.index += 1
+            if row.is_penalized:
+                row.count(ids_N[n : n + 1])
+
+        def host() -> HostSampled:
+            ids, codes = (tensor.tolist() for tensor in wait())
+            problems: list[str | None] = [None if code == FINE else PROBLEMS[code] for code in codes]
+            for n, failure in failures.items():
+                ids[n], problems[n] = 0, failure
+            logprobs: list[TokenLogprob | None] = [None] * len(rows)
+            for n, logprob in zip(asked, scores() if scores is not None else []):
+                logprobs[n] = logprob if problems[n] is None else None
+            return HostSampled(token_ids=ids, problems=problems, logprobs=logprobs)
+
+        return Sampled(token_ids=ids_N, host=host)
+
+    def _changed(self, logits_NV: Tensor, rows: Sequence[SamplerRow]) -> tuple[Tensor, dict[int, str]]:
+        """Logits after penalties, bias and bans; and why a grammar failed, by row."""
+        device, original_NV = logits_NV.device, logits_NV
+        penalized = [n for n, row in enumerate(rows) if row.is_penalized]
+        if penalized:
+            index_n = to_device(np.array(penalized), device)
+            changed = _penalized(logits_NV[index_n], [rows[n] for n in penalized])
+            logits_NV = logits_NV.index_copy(0, index_n, changed)
+        # Ids outside the vocabulary are left out below: they would take the device down.
+        biased = _flat((n, row.bias_ids) for n, row in enumerate(rows) if len(row.bias_ids))
+        if biased is not None:
+            bias = np.concatenate([row.bias for row in rows])
+            inside = biased[1] < self.vocab_size
+            where, values = _index(biased[:, inside], device), to_device(bias[inside], device)
+            logits_NV = logits_NV.clone() if logits_NV is original_NV else logits_NV
+            logits_NV[where] = logits_NV[where] + values.to(logits_NV.dtype)
+        if self._banned_V is not None:
+            logits_NV = logits_NV.masked_fill(self._banned_V, -torch.inf)
+        unready = _flat((n, row.stop_ids) for n, row in enumerate(rows) if row.bans_stops)
+        if unready is not None:
+            logits_NV = logits_NV.clone() if logits_NV is original_NV else logits_NV
+            logits_NV[_index(unready[:, unready[1] < self.vocab_size], device)] = -torch.inf
+        return self._constrained(logits_NV, rows)
+
+    def _constrained(self, logits_NV: Tensor, rows: Sequence[SamplerRow]) -> tuple[Tensor, dict[int, str]]:
+        failures: dict[int, str] = {}
+        masks: dict[int, np.ndarray] = {}
+        for n, row in enumerate(rows):
+            if row.grammar is not None:
+                mask = row.grammar.mask(self.vocab_size)
+                if mask is None:
+                    failures[n] = row.grammar.error or "the grammar failed"
+                else:
+                    masks[n] = mask
+        if not masks:
+            return logits_NV, failures
+        index_n = to_device(np.array(list(masks)), logits_NV.device)
+        bits_nW = to_device(np.stack(list(masks.values())), logits_NV.device)
+        places_B = torch.arange(32, dtype=torch.int32, device=logits_NV.device)
+        allowed_nV = ((bits_nW[:, :, None] >> places_B) & 1).bool().flatten(1)[:, : self.vocab_size]
+        return logits_NV.index_copy(0, index_n, logits_NV[index_n].masked_fill(~allowed_nV, -torch.inf)), failures
+
+
+def _settings(rows: Sequence[SamplerRow]) -> Settings:
+    return Settings(
+        temperature=[row.params.temperature for row in rows],
+        top_k=[row.params.top_k for row in rows],
+        top_p=[row.params.top_p for row in rows],
+        min_p=[row.params.min_p for row in rows],
+        uniform=[uniform(row.seed, row.index) if row.params.temperature > 0 else 0.0 for row in rows],
+    )
+
+
+def _penalized(logits_NV: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
+    device = logits_NV.device
+    counts, prompted = zip(*(row.counts(logits_NV.shape[1], device) for row in rows), strict=True)
+    counts_NV, prompted_NV = torch.stack(counts), torch.stack(prompted)
+    named = [(row.params.repetition_penalty, row.params.frequency_penalty, row.params.presence_penalty) for row in rows]
+    penalties = to_device(np.array(named), device).to(logits_NV.dtype)
+    repetition_N1, frequency_N1, presence_N1 = penalties.split(1, dim=1)
+    answered_NV = counts_NV > 0
+    repeated_NV = torch.where(logits_NV > 0, logits_NV / repetition_N1, logits_NV * repetition_N1)
+    logits_NV = torch.where(answered_NV | prompted_NV, repeated_NV, logits_NV)
+    return logits_NV - (frequency_N1 * counts_NV + presence_N1 * answered_NV)
+
+
+def _flat(places: Iterable[tuple[int, np.ndarray]]) -> np.ndarray | None:
+    """[2, M]: row and token id of every place."""
+    pairs = [np.stack([np.full_like(ids, number), ids]) for number, ids in places]
+    return np.concatenate(pairs, axis=1) if pairs else None
+
+
+def _index(places: np.ndarray, device: torch.device) -> tuple[Tensor, ...]:
+    return tuple(to_device(np.ascontiguousarray(places), device))
+
+
+# --- log-probs --------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def score(logits_NV: Tensor, ids_N: Tensor, tops: Sequence[int]) -> Callable[[], list[TokenLogprob]]:
+    """Log-probs of `ids` and of the `tops[n]` most likely tokens of each row; the call waits for the copy."""
+    top = min(max(tops, default=0), logits_NV.shape[1])
+    tile = max(1, SCORED_ELEMENTS // logits_NV.shape[1])
+    parts = []
+    for start in range(0, len(ids_N), tile):
+        some_NV, some_N1 = logits_NV[start : start + tile], ids_N[start : start + tile, None]
+        found = [(some_NV.gather(-1, some_N1), some_N1), *([some_NV.topk(top, dim=-1)] if top else [])]
+        values, ids = (torch.cat(each, dim=1) for each in zip(*found, strict=True))
+        parts.append((ids, values - some_NV.logsumexp(-1, keepdim=True)))
+    if not parts:
+        return list
+    wait = start_copy(*(torch.cat(each) for each in zip(*parts, strict=True)))
+
+    def host() -> list[TokenLogprob]:
+        ids, logprobs = (tensor.tolist() for tensor in wait())
+        return [
+            TokenLogprob(
+                token_id=row_ids[0],
+                logprob=row[0],
+                top=tuple(zip(row_ids[1 : wanted + 1], row[1 : wanted + 1], strict=True)),
+            )
+            for row_ids, row, wanted in zip(ids, logprobs, tops, strict=True)
+        ]
+
+    return host
+
+
+def score_prompt(logits_TV: Tensor, targets: Sequence[int], top: int) -> Callable[[], list[TokenLogprob]]:
+    """Log-probs of the tokens that follow; row t of the logits predicts targets[t]."""
+    if len(logits_TV) != len(targets):
+        raise ValueError(f"{len(logits_TV)} rows of logits predict {len(targets)} tokens, expected as many")
+    return score(logits_TV, to_device(np.array(targets, dtype=np.int64), logits_TV.device), [top] * len(targets))
+
+
+def start_copy(*tensors: Tensor) -> Callable[[], list[Tensor]]:
+    """Begin to copy to the host; the call waits until the copies are there."""
+    if not any(tensor.is_cuda for tensor in tensors):
+        return lambda: list(tensors)
+    copies = [torch.empty_like(tensor, device="cpu", pin_memory=True) for tensor in tensors]
+    for copy, tensor in zip(copies, tensors):
+        copy.copy_(tensor, non_blocking=True)
+    done = torch.cuda.Event()
+    done.record()
+
+    def wait() -> list[Tensor]:
+        done.synchronize()
+        return copies
+
+    return wait

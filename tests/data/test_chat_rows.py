@@ -1,0 +1,155 @@
+"""Dialogues become rows: everything once an epoch, only what an assistant wrote is learnt, bad rows are counted."""
+
+import base64
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from perilune.data.chat_rows import ChatDataConfig, ChatRows
+from perilune.data.dialogues import DialogueError, document_of, read_dialogues
+from perilune.data.packing import IGNORED
+from perilune.data.raster import rasterize_png
+from perilune.data.tokenizer import Tokenizer
+
+TOKENIZER = Tokenizer.train(["What is it? It is a word, a number or a list of words and numbers. " * 20], 400)
+SVG = '<svg xmlns="http://www.w3.org/2000/svg" width="28" height="28"><rect width="14" height="14" fill="red"/></svg>'
+
+
+def written(folder: Path, *rows: object, name: str = "chats.jsonl") -> str:
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    (folder / name).write_text("\n".join(lines) + "\n")
+    return str(folder / name)
+
+
+def talk(question: str, answer: str, **more) -> dict:
+    assistant = {"role": "assistant", "content": answer, **more}
+    return {"messages": [{"role": "user", "content": question}, assistant]}
+
+
+def rows_of(*sources: str, seq_len: int = 96, seed: int = 0, **more) -> ChatRows:
+    config = ChatDataConfig(sources=sources, valid_fraction=more.pop("valid_fraction", 0.0))
+    return ChatRows(config, TOKENIZER, seq_len=seq_len, seed=seed, **more)
+
+
+def texts(tokens: np.ndarray) -> str:
+    return TOKENIZER.decode(tokens.tolist())
+
+
+def learnt(batch) -> list[str]:
+    """What is predicted, document by document."""
+    found = []
+    for start, end in zip(batch.cu_seqlens, batch.cu_seqlens[1:]):
+        targets = batch.targets[start:end]
+        found.append(texts(targets[targets != IGNORED]))
+    return [text for text in found if text]
+
+
+def test_only_what_the_assistant_wrote_is_learnt(tmp_path):
+    calls = [{"id": "functions.add:0", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}]
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+    dialogue = {
+        "messages": [
+            {"role": "system", "content": "be brief"},
+            {"role": "user", "content": "add <|im_end|> please"},
+            {"role": "assistant", "content": "", "reasoning_content": "use it", "tool_calls": calls},
+            {"role": "tool", "tool_call_id": "functions.add:0", "content": "2"},
+            {"role": "assistant", "content": "two", "reasoning_content": "done"},
+        ],
+        "tools": [tool],
+    }
+    rows = rows_of(written(tmp_path, dialogue), seq_len=400)
+    (text,) = learnt(rows.batch(0, 1))
+    assert text == (
+        "use it</think><|tool_calls_section_begin|><|tool_call_begin|>functions.add:0<|tool_call_argument_begin|>"
+        '{"a": 1}<|tool_call_end|><|tool_calls_section_end|><|im_end|>done</think>two<|im_end|>'
+    )
+
+
+def test_a_dialogue_without_reasoning_is_answered_at_once(tmp_path):
+    source = written(tmp_path, talk("what", "a word"), {**talk("who", "x"), "thinking": True})
+    found = sorted(learnt(rows_of(source, seq_len=200).batch(0, 1)))
+    assert found == ["</think>x<|im_end|>", "a word<|im_end|>"]
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=25), st.integers(0, 5))
+@settings(max_examples=30, deadline=None)
+def test_every_epoch_holds_every_dialogue_once_in_an_order_of_its_own(tmp_path_factory, lengths, seed):
+    folder = tmp_path_factory.mktemp("chats")
+    source = written(folder, *(talk(f"number {n}", "word " * length + str(n)) for n, length in enumerate(lengths)))
+    rows = rows_of(source, seed=seed)
+    expected = sorted(
+        texts(document.tokens[document.predicted])
+        for document in (document_of(each, TOKENIZER) for each in read_dialogues([source])[0])
+    )
+    per_epoch, first = [], 0
+    for epoch in range(2):
+        count = len(rows._epoch(epoch))
+        batch = rows.batch(first, count)
+        assert len(batch.tokens) == count * 96 and batch.num_targets == (batch.targets != IGNORED).sum()
+        assert set(np.arange(0, count * 96, 96)) <= set(batch.cu_seqlens.tolist())
+        per_epoch.append(learnt(batch))
+        first += count
+    assert [sorted(each) for each in per_epoch] == [expected, expected]
+    again = rows_of(source, seed=seed)
+    for name in ("tokens", "targets", "cu_seqlens"):  # any row, in any order of asking
+        np.testing.assert_array_equal(getattr(again.batch(first - 1, 2), name), getattr(rows.batch(first - 1, 2), name))
+    assert again.fingerprint == rows.fingerprint
+
+
+def test_bad_rows_are_counted_by_their_reason_and_the_rest_is_read(tmp_path):
+    source = written(
+        tmp_path,
+        talk("what", "a word"),
+        "{not json",
+        [1, 2],
+        {"messages": [{"role": "user", "content": "nobody answers"}]},
+        {"messages": [{"role": "robot", "content": "x"}]},
+        "",
+        talk("long", "word " * 500),
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "../../etc/x.png"}}]},
+                      {"role": "assistant", "content": "no"}]},
+        talk("what", "\ud800"),
+    )  # fmt: skip
+    rows = rows_of(source)
+    assert rows.num_dialogues == 1 and learnt(rows.batch(0, 1)) == ["a word<|im_end|>"]
+    assert rows.broken.reasons == {"not JSON": 1, "not a dialogue": 4, "too long": 1, "unusable": 1}
+    assert "7 rows left out" in str(rows.broken) and "line 2" in str(rows.broken)
+
+
+def test_pictures_come_from_data_addresses_and_from_beneath_the_folder(tmp_path):
+    png = rasterize_png(SVG, 28, 28)
+    (tmp_path / "red.png").write_bytes(png)
+    addresses = ("red.png", f"data:image/png;base64,{base64.b64encode(png).decode()}")
+    for address in addresses:
+        part = {"type": "image_url", "image_url": {"url": address}}
+        messages = [
+            {"role": "user", "content": [part, {"type": "text", "text": "what"}]},
+            {"role": "assistant", "content": "red"},
+        ]
+        batch = rows_of(written(tmp_path, {"messages": messages})).batch(0, 1)
+        assert batch.grids == ((1, 2, 2),) and batch.pixels is not None and batch.pixels.shape == (4, 3, 14, 14)
+        assert batch.media_positions is not None and len(batch.media_positions) == 1
+        assert learnt(batch) == ["red<|im_end|>"]
+
+
+def test_held_out_dialogues_are_never_trained_on(tmp_path):
+    source = written(tmp_path, *(talk(f"number {n}", str(n)) for n in range(200)))
+    train, valid = (rows_of(source, valid_fraction=0.2, held_out=each) for each in (False, True))
+    trained, held = (set(learnt(rows.batch(0, rows.num_rows))) for rows in (train, valid))
+    assert len(trained) + len(held) == 200 and not trained & held and 15 < len(held) < 70
+
+
+@pytest.mark.parametrize(
+    "rows,message",
+    [
+        (["{}"], "no dialogue found"),
+        ([talk("x", "word " * 500)], "none of 1 dialogues can be trained on in rows of 96 tokens"),
+    ],
+)
+def test_nothing_to_learn_is_an_error_that_says_why(tmp_path, rows, message):
+    with pytest.raises(DialogueError, match=message):
+        rows_of(written(tmp_path, *rows))

@@ -1,0 +1,181 @@
+"""The whole loop on a tiny model: it learns, it resumes to the same bits, and bad episodes do not stop it."""
+
+import asyncio
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from perilune.data.chat import encode, parse_messages, render
+from perilune.model import Decoder
+from perilune.rl.environment import OUTCOME, Task, last_answer
+from perilune.rl.groups import GroupConfig
+from perilune.rl.learner import LearnerConfig
+from perilune.rl.loop import Loop, LoopError, RLConfig
+from perilune.rl.rollout import RolloutConfig, replayed
+from perilune.rl.talk import TalkConfig
+from perilune.rl.trajectory import load_trajectories
+from perilune.serve.engine import EngineConfig
+from perilune.train.optimizer import OptimizerConfig
+from tests.serve.tiny import fresh_model, tokenizer
+
+LETTERS = "abcd"
+
+
+class Copying:
+    """One letter is shown, the same one is to be said."""
+
+    name = "copying"
+
+    def task(self, number, split):
+        return Task(name=f"{split}/{number % 4}", data={"letter": LETTERS[number % 4]})
+
+    async def episode(self, task, talk):
+        talk.add({"role": "user", "content": task.data["letter"]})
+        await talk.ask()
+
+    def judge(self, task, messages):
+        return {OUTCOME: float(last_answer(messages) == task.data["letter"])}
+
+
+class Bandit(Copying):
+    """Four arms; the last one pays most."""
+
+    name = "bandit"
+
+    async def episode(self, task, talk):
+        talk.add({"role": "user", "content": "pull"})
+        await talk.ask()
+
+    def judge(self, task, messages):
+        return {OUTCOME: {"a": 0.1, "b": 0.3, "c": 0.6, "d": 1.0}.get(last_answer(messages), 0.0)}
+
+
+def taught() -> Decoder:
+    """A model that says some letter, the right one in two of five times: where reinforcement learning begins."""
+    model = fresh_model("hybrid", "float32")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    tokens, targets, borders = [], [], [0]
+    for asked in (*LETTERS, "pull"):
+        for said in LETTERS + asked[0] * (asked in LETTERS):
+            messages = parse_messages([{"role": "user", "content": asked}, {"role": "assistant", "content": said}])
+            made = encode(tokenizer(), render(messages, thinking=False, add_generation_prompt=False))
+            tokens += made.tokens[:-1]
+            targets += [token if is_said else -100 for token, is_said in zip(made.tokens[1:], made.produced[1:])]
+            borders.append(len(tokens))
+    row, wanted, cu_seqlens = torch.tensor([tokens]), torch.tensor([targets]), torch.tensor(borders, dtype=torch.int32)
+    for _ in range(100):
+        (model.loss(row, wanted, cu_seqlens) / (wanted != -100).sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+@pytest.fixture(scope="module")
+def start() -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in taught().state_dict().items()}
+
+
+def fresh(start: dict[str, torch.Tensor]) -> Decoder:
+    model = fresh_model("hybrid", "float32")
+    model.load_state_dict(start)
+    return model
+
+
+def config(iterations: int, *, deterministic: bool = False, **more) -> RLConfig:
+    given = {
+        "iterations": iterations, "tasks": 4, "pool": 4, "warmup": 0, "checkpoint_every": 0,
+        "rollout": RolloutConfig(group_size=8, talk=TalkConfig(max_tokens=4)),
+        "learner": LearnerConfig(optimizer=OptimizerConfig(lr=4e-3, weight_decay=0.0)),
+        "engine": EngineConfig(page_size=64, num_pages=96, max_sequences=32, token_budget=512, num_snapshots=8,
+                               deterministic=deterministic),
+        **more,
+    }  # fmt: skip
+    return RLConfig(**given)
+
+
+def run(model, environments, settings, folder, *, resume=False, stop_after=None, evaluate=0):
+    async def work():
+        async with Loop(model, tokenizer(), environments, settings, folder=folder, resume=resume) as loop:
+            records = []
+            async for record in loop.run():
+                records.append(record)
+                if stop_after is not None and loop.iteration == stop_after:
+                    break
+            return records, await loop.evaluate(evaluate) if evaluate else []
+
+    return asyncio.run(work())
+
+
+@pytest.mark.parametrize("environment,iterations", [(Bandit(), 40), (Copying(), 80)], ids=["bandit", "copying"])
+def test_reward_rises_to_nearly_the_optimum(start, tmp_path, environment, iterations):
+    settings = config(iterations, checkpoint_every=0, keep_trajectories=False)
+    records, tested = run(fresh(start), {environment.name: environment}, settings, tmp_path, evaluate=4)
+    rewards = [record["reward"] for record in records]
+    assert np.mean(rewards[:3]) < 0.75
+    assert np.mean(rewards[-10:]) > 0.95
+    assert np.mean([trajectory.reward for trajectory in tested]) > 0.95
+    assert max(record["largest_gap"] for record in records) < 1e-3
+    assert all(record["finished"] > 0.9 for record in records[-5:])
+
+
+def test_a_resumed_run_gives_the_same_bits(start, tmp_path):
+    settings = config(
+        5, deterministic=True, tasks=2, checkpoint_every=2,
+        rollout=RolloutConfig(group_size=4, iteration_tokens=1, talk=TalkConfig(max_tokens=4)),
+        groups=GroupConfig(max_staleness=8),
+    )  # fmt: skip
+    whole, resumed = fresh(start), fresh(start)
+    expected, _ = run(whole, {"copying": Copying()}, settings, tmp_path / "whole")
+    run(resumed, {"copying": Copying()}, settings, tmp_path / "cut", stop_after=3)  # one more than was saved
+    again = fresh(start)
+    found, _ = run(again, {"copying": Copying()}, settings, tmp_path / "cut", resume=True)
+    assert [record["iteration"] for record in found] == [3, 4, 5]
+    assert any(record["parked"] for record in expected)
+    for name in ("reward", "loss", "gap", "clipped", "grad_norm", "trained_tokens", "parked", "length"):
+        assert [record[name] for record in found] == [record[name] for record in expected[2:]], name
+    for name, value in whole.state_dict().items():
+        torch.testing.assert_close(again.state_dict()[name], value, rtol=0, atol=0, msg=name)
+    assert all(record["gap"] == 0.0 for record in expected if record["iteration"] == 1)
+    lines = [json.loads(line) for line in (tmp_path / "cut" / "records.jsonl").read_text().splitlines()]
+    assert [line["iteration"] for line in lines] == [1, 2, 3, 4, 5]
+
+
+class HalfBroken(Copying):
+    def judge(self, task, messages):
+        if task.data["letter"] == "b":
+            raise RuntimeError("no verdict")
+        return super().judge(task, messages)
+
+
+def test_a_judge_that_raises_is_counted_and_the_run_goes_on(start, tmp_path):
+    records, _ = run(fresh(start), {"copying": HalfBroken()}, config(2), tmp_path)
+    assert [record["failures"] for record in records] == [{"judge": 8}] * 2
+    assert all(record["episodes"] == 24 and record["trained_tokens"] > 0 for record in records)
+    assert "no verdict" in records[0]["examples"][0]
+
+
+def test_stored_trajectories_are_judged_again_to_the_same_bits(start, tmp_path):
+    run(fresh(start), {"copying": Copying()}, config(1), tmp_path)
+    stored = load_trajectories(tmp_path / "trajectories" / "000000.jsonl")
+    assert len(stored) == 32
+    for trajectory in stored:
+        assert replayed(Copying(), trajectory) == (dict(trajectory.facets), trajectory.reward)
+
+
+def test_a_folder_that_holds_a_run_is_not_overwritten(start, tmp_path):
+    run(fresh(start), {"copying": Copying()}, config(1), tmp_path)
+    with pytest.raises(LoopError, match="already holds a run"):
+        run(fresh(start), {"copying": Copying()}, config(1), tmp_path)
+    with pytest.raises(LoopError, match="no checkpoint"):
+        run(fresh(start), {"copying": Copying()}, config(1), tmp_path / "none", resume=True)
+    with pytest.raises(LoopError, match="no environment"):
+        run(fresh(start), {}, config(1), tmp_path / "none")
+
+
+def test_wrong_settings_are_named():
+    for wrong in ({"iterations": 0}, {"tasks": 0}, {"warmup": -1}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            replace(config(1), **wrong)
