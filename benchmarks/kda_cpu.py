@@ -10,6 +10,7 @@ D = 128). Writes benchmarks/results/kda_cpu.json.
 
 import gc
 import json
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,10 +23,13 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from transformers.models.kimi_linear.modeling_kimi_linear import chunk_kimi_delta_attention
 
 from perilune.kernels.kda import kda
 from perilune.train.environment import describe_environment
+
+# Nothing here looks at pictures, and a torchvision without its compiled operators would break the import.
+sys.modules.setdefault("torchvision", None)  # pyrefly: ignore
+from transformers.models.kimi_linear.modeling_kimi_linear import chunk_kimi_delta_attention  # noqa: E402
 
 NUM_HEADS = 8
 LENGTHS = (1024, 4096, 16384)

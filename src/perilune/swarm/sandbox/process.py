@@ -12,6 +12,7 @@ import signal
 import socket
 import struct
 import subprocess
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -25,11 +26,13 @@ DEATH_SECONDS = 10.0  # how long the kernel may take to end a PID namespace befo
 STARTS_PER_PROCESSOR = 4
 _turns: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = weakref.WeakKeyDictionary()
 _starter: concurrent.futures.ThreadPoolExecutor | None = None
+_starter_lock = threading.Lock()  # two executors would be one too many: what a thread started ends with it
 
 
 def _forget_starter() -> None:
-    global _starter
+    global _starter, _starter_lock
     _starter = None  # its thread did not survive the fork
+    _starter_lock = threading.Lock()
 
 
 if hasattr(os, "register_at_fork"):
@@ -46,9 +49,10 @@ def starting_turn() -> asyncio.Semaphore:
 
 def starter() -> concurrent.futures.ThreadPoolExecutor:
     global _starter
-    if _starter is None:
-        _starter = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="sandbox-start")
-    return _starter
+    with _starter_lock:
+        if _starter is None:
+            _starter = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="sandbox-start")
+        return _starter
 
 
 @dataclass(kw_only=True)
