@@ -95,8 +95,8 @@ def special_names(path: str | Path, first: int, vocab_size: int) -> list[str]:
         raise TokenizerError(f"cannot read the names of special tokens from {str(path)!r}: {error}") from error
     if named and min(named) < first:
         raise TokenizerError(
-            f"{str(path)!r} gives the id {min(named)} to {named[min(named)]!r}, expected {first} or more: the ids before "
-            "are the vocabulary's"
+            f"{str(path)!r} gives the id {min(named)} to {named[min(named)]!r}, expected {first} or more: "
+            "the ids before are the vocabulary's"
         )
     later = {first + place: name for place, name in LATER_NAMES.items() if name not in named.values()}
     named = {**later, **named}
