@@ -117,6 +117,13 @@ def test_wrong_input_is_refused_in_one_line_before_anything_listens(
     assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_help_shows_every_flag_also_to_those_who_have_no_model_yet(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        serve_verb(["--help"])
+    assert ended.value.code == 0
+    assert {"--port", "--max-sequences", "--limits.requests-per-minute"} <= set(capsys.readouterr().out.split())
+
+
 def test_a_port_that_is_taken_is_named_with_the_way_out(inside: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

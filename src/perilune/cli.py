@@ -39,6 +39,8 @@ usage: perilune <verb> [arguments]
   report RUN         write the report of a run      perilune report nano
   export RUN         write it for transformers      perilune export nano ./nano-hf --to kimi_linear
   import FOLDER      bring in a released model      perilune import ./Kimi-Linear-48B-A3B-Instruct
+  sft RUN|FOLDER     teach it to answer             perilune sft nano --data chats.jsonl
+  rl RECIPE          learn from rewards             perilune rl micro_copy
   serve RUN|FOLDER   the OpenAI API, a chat page    perilune serve nano
   chat RUN|URL       talk to it in the terminal     perilune chat nano
   ladder STEP NAME   what an idea buys at scale     perilune ladder run tiny
@@ -322,8 +324,11 @@ def report_verb(arguments: list[str]) -> None:
     help_text = f"Write the HTML report of a run, also while it trains.\n\nexample: perilune report {name} --png"
     flags = _parse(f"perilune report {name}", help_text, ReportFlags, rest)
     from perilune.report import write_training_report
+    from perilune.report.rl import write_rl_report
 
-    path = write_training_report(_run_folder(name, flags.runs), png=flags.png)
+    folder = _run_folder(name, flags.runs)
+    is_rl = (folder / "rl.json").exists()
+    path = write_rl_report(folder) if is_rl else write_training_report(folder, png=flags.png)
     _print_json({"report": str(path)}) if flags.json else print(f"report: {path}")
 
 
@@ -444,6 +449,8 @@ VERBS: dict[str, Callable[[list[str]], None]] = {
     "report": report_verb,
     "export": _verb_of("export", "hub"),
     "import": _verb_of("import", "hub"),
+    "sft": _verb_of("sft"),
+    "rl": _verb_of("rl"),
     "serve": _verb_of("serve"),
     "chat": _verb_of("chat"),
     "ladder": _verb_of("ladder"),

@@ -146,6 +146,8 @@ def _processor(config: "RunConfig") -> "ProcessorConfig":
     from perilune.data.images import ProcessorConfig
     from perilune.data.media import PATCH_SIZE
 
+    if config.data.chat is not None:
+        return config.data.chat.processor
     if config.data.vision is None:
         return ProcessorConfig()
     most = max(width * height for width, height in config.data.vision.scenes.sizes) // PATCH_SIZE**2

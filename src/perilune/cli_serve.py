@@ -79,6 +79,8 @@ class ServeFlags:
 
 def serve_verb(arguments: list[str]) -> None:
     """Serve a run or a model folder behind the OpenAI API."""
+    if arguments[:1] in (["-h"], ["--help"]):  # whoever asks for the flags need not have a model yet
+        arguments = [EXAMPLE.split()[-1], *arguments]
     name, rest = _positional(arguments, "RUN|FOLDER", "a run's name, or a folder of `perilune export`", EXAMPLE)
     _check_packages()
     from perilune.serve.limits import Limits
@@ -217,12 +219,15 @@ def _load_run(folder: Path, device: Any) -> Loaded:
     from perilune.train.run_folder import load_run
 
     model, tokenizer, config = load_run(folder, device=device)
-    processor = ProcessorConfig()
+    chat = config.data.chat
+    processor = ProcessorConfig() if chat is None else chat.processor
     if config.data.vision is not None:
         most = max(width * height for width, height in config.data.vision.scenes.sizes) // PATCH_SIZE**2
         processor = ProcessorConfig(max_patches=most, max_patches_per_frame=most)
     name = folder.resolve().name
-    return Loaded(name=name, model=model, tokenizer=tokenizer, processor=processor, template=None, is_chat=False)
+    return Loaded(
+        name=name, model=model, tokenizer=tokenizer, processor=processor, template=None, is_chat=chat is not None
+    )
 
 
 def _load_folder(folder: Path, device: Any) -> Loaded:

@@ -3,6 +3,8 @@
 import json
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 
 from perilune.data import generated
 from perilune.data.tokenizer import (
+    LONG_TEXT,
     MIN_VOCAB_SIZE,
     SPECIAL_TOKENS,
     StreamDecoder,
@@ -37,6 +40,31 @@ TRICKY = st.lists(
 @given(TRICKY)
 def test_decode_of_encode_is_the_text(text: str) -> None:
     assert TOKENIZER.decode(TOKENIZER.encode(text)) == text
+
+
+@given(TRICKY.filter(bool))
+def test_a_long_text_is_the_same_tokens_as_a_short_one(text: str) -> None:
+    long = text * (LONG_TEXT // len(text) + 1)
+    assert TOKENIZER.encode(long) == TOKENIZER._core.encode(long, add_special_tokens=False).ids
+
+
+def test_other_threads_run_while_a_long_text_is_encoded() -> None:
+    ticks, is_over = 0, False
+
+    def tick() -> None:
+        nonlocal ticks
+        while not is_over:
+            ticks += 1
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    before = ticks
+    TOKENIZER.encode("a b " * 100_000)
+    after = ticks
+    is_over = True
+    thread.join()
+    assert after - before > 2
 
 
 @given(TRICKY)

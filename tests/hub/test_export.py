@@ -72,6 +72,9 @@ def test_the_folder_holds_everything_transformers_asks_for(tmp_path: Path) -> No
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out", trust_remote_code=True)
     text = "<|im_user|>def f():\n  中文<|im_end|>"
     assert theirs.encode(text, add_special_tokens=False) == TOKENIZER.encode(text, allow_special=True)
+    assert theirs("import os")["input_ids"] == [TOKENIZER.bos_id, *TOKENIZER.encode("import os")], "as it was trained"
+    chat = theirs.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=True)["input_ids"]
+    assert TOKENIZER.bos_id not in chat
     assert (theirs.bos_token, theirs.eos_token, theirs.pad_token) == ("[BOS]", "[EOS]", "[PAD]")
     turn = theirs.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True)
     assert turn.startswith("<|im_user|>user<|im_middle|>hi<|im_end|>")
@@ -101,7 +104,7 @@ def test_the_card_shows_how_transformers_looks_at_a_picture(
     exec(compile(program, "README.md", "exec"), {})
     printed = capsys.readouterr().out
     media = image_media(pixels, settings)
-    prompt = [*media_tokens(TOKENIZER, media), *TOKENIZER.encode("What is this?")]
+    prompt = [TOKENIZER.bos_id, *media_tokens(TOKENIZER, media), *TOKENIZER.encode("What is this?")]
     positions = torch.from_numpy(pad_positions(prompt, TOKENIZER))
     shown = MediaInput(positions=positions, pixels=torch.from_numpy(media.pixels), grids=(media.grid,))
     ends = set(generation_config(TOKENIZER)["eos_token_id"])

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from perilune.data.chat import encode, parse_messages, render
+from perilune.data.chat_rows import ChatDataConfig, ChatRows
 from perilune.model import Decoder
 from perilune.rl.environment import OUTCOME, Task, last_answer
 from perilune.rl.groups import GroupConfig
@@ -19,9 +20,11 @@ from perilune.rl.talk import TalkConfig
 from perilune.rl.trajectory import load_trajectories
 from perilune.serve.engine import EngineConfig
 from perilune.train.optimizer import OptimizerConfig
-from tests.serve.tiny import fresh_model, tokenizer
+from tests.serve.tiny import VARIANTS, tokenizer
 
 LETTERS = "abcd"
+SMALL = replace(VARIANTS["hybrid"], num_hidden_layers=2, layer_types=("kda", "mla"), compute_dtype="float32")
+"""One layer of each kind."""
 
 
 class Copying:
@@ -55,7 +58,7 @@ class Bandit(Copying):
 
 def taught() -> Decoder:
     """A model that says some letter, the right one in two of five times: where reinforcement learning begins."""
-    model = fresh_model("hybrid", "float32")
+    model = Decoder(SMALL, seed=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     tokens, targets, borders = [], [], [0]
     for asked in (*LETTERS, "pull"):
@@ -79,7 +82,7 @@ def start() -> dict[str, torch.Tensor]:
 
 
 def fresh(start: dict[str, torch.Tensor]) -> Decoder:
-    model = fresh_model("hybrid", "float32")
+    model = Decoder(SMALL, seed=0)
     model.load_state_dict(start)
     return model
 
@@ -104,12 +107,12 @@ def run(model, environments, settings, folder, *, resume=False, stop_after=None,
                 records.append(record)
                 if stop_after is not None and loop.iteration == stop_after:
                     break
-            return records, await loop.evaluate(evaluate) if evaluate else []
+            return records, (await loop.evaluate(evaluate)).trajectories if evaluate else []
 
     return asyncio.run(work())
 
 
-@pytest.mark.parametrize("environment,iterations", [(Bandit(), 40), (Copying(), 80)], ids=["bandit", "copying"])
+@pytest.mark.parametrize("environment,iterations", [(Bandit(), 25), (Copying(), 50)], ids=["bandit", "copying"])
 def test_reward_rises_to_nearly_the_optimum(start, tmp_path, environment, iterations):
     settings = config(iterations, checkpoint_every=0, keep_trajectories=False)
     records, tested = run(fresh(start), {environment.name: environment}, settings, tmp_path, evaluate=4)
@@ -179,3 +182,67 @@ def test_wrong_settings_are_named():
     for wrong in ({"iterations": 0}, {"tasks": 0}, {"warmup": -1}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             replace(config(1), **wrong)
+
+
+def sampled_versions(folder, iteration: int) -> set[int]:
+    found = load_trajectories(folder / "trajectories" / f"{iteration:06d}.jsonl")
+    return {int(version) for each in found for branch in each.branches for version in branch.versions[branch.mask]}
+
+
+def test_overlapped_episodes_are_one_version_behind_and_never_more(start, tmp_path):
+    apart, together = (config(5, overlap=overlap, groups=GroupConfig(max_staleness=1)) for overlap in (False, True))
+    records, _ = run(fresh(start), {"copying": Copying()}, apart, tmp_path / "apart")
+    assert [record["staleness"] for record in records] == [0] * 5
+    assert [sampled_versions(tmp_path / "apart", number) for number in range(5)] == [{0}, {1}, {2}, {3}, {4}]
+    records, tested = run(fresh(start), {"copying": Copying()}, together, tmp_path / "together", evaluate=4)
+    assert [record["staleness"] for record in records] == [0, 1, 1, 1, 1]
+    assert [sampled_versions(tmp_path / "together", number) for number in range(5)] == [{0}, {0}, {1}, {2}, {3}]
+    assert not any("samples too stale or empty" in record["dropped"] for record in records)
+    assert {int(each.branches[0].versions.max()) for each in tested} == {5}  # evaluated with the newest weights
+
+
+def test_an_overlapped_run_that_is_stopped_goes_on_without_losing_what_was_parked(start, tmp_path):
+    settings = config(
+        5, tasks=2, overlap=True, checkpoint_every=2,
+        rollout=RolloutConfig(group_size=4, iteration_tokens=1, talk=TalkConfig(max_tokens=4)),
+        groups=GroupConfig(max_staleness=8),
+    )  # fmt: skip
+    run(fresh(start), {"copying": Copying()}, settings, tmp_path, stop_after=3)
+    found, _ = run(fresh(start), {"copying": Copying()}, settings, tmp_path, resume=True)
+    assert [record["iteration"] for record in found] == [3, 4, 5]
+    played = [load_trajectories(path) for path in sorted((tmp_path / "trajectories").glob("*.jsonl"))]
+    ended = [(each.task, each.iteration, each.sample) for episodes in played for each in episodes]
+    assert len(ended) == len(set(ended))  # no episode twice
+    for began in (0, 1):
+        assert len({key for key in ended if key[1] == began}) == 8  # all of those that had time to end
+
+
+def test_overlap_needs_room_for_a_version():
+    with pytest.raises(ValueError, match="max_staleness is 0: expected at least 1"):
+        config(1, overlap=True, groups=GroupConfig(max_staleness=0))
+
+
+def test_supervised_rows_are_learnt_beside_the_episodes(start, tmp_path):
+    chats = tmp_path / "chats.jsonl"
+    said = [{"role": "user", "content": "moon?"}, {"role": "assistant", "content": "perilune"}]
+    chats.write_text(json.dumps({"messages": said}) + "\nno dialogue\n")
+    rows = ChatRows(ChatDataConfig(sources=(str(chats),), valid_fraction=0.0), tokenizer(), seq_len=64, seed=0)
+    settings = config(6, learner=replace(config(1).learner, ptx_weight=1.0))
+
+    async def work():
+        async with Loop(
+            fresh(start), tokenizer(), {"copying": Copying()}, settings, folder=tmp_path / "run", ptx=rows
+        ) as loop:
+            return [record["ptx_loss"] async for record in loop.run()]
+
+    losses = asyncio.run(work())
+    assert losses[-1] < losses[0] and rows.broken.count == 1
+
+
+def test_tasks_of_one_name_are_one_group(start, tmp_path):
+    records, _ = run(fresh(start), {"copying": Copying()}, config(1, tasks=6, pool=8), tmp_path)
+    assert records[0]["episodes"] in (16, 24, 32) and records[0]["failures"] == {}
+    counted: dict[str, int] = {}
+    for each in load_trajectories(tmp_path / "trajectories" / "000000.jsonl"):
+        counted[each.task] = counted.get(each.task, 0) + 1
+    assert set(counted.values()) == {8}

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import base64
 import io
+import threading
 from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from perilune.data.chat import KimiTemplate
 from perilune.data.chat_parser import ChatParser
 from perilune.data.images import image_media
+from perilune.serve import prompts
 from perilune.serve.limits import Limits
 from perilune.serve.request import QueueFull, RequestError
 from perilune.serve.text_stream import Piece
@@ -262,6 +265,33 @@ def test_a_picture_becomes_patches_at_its_pads():
         range(request.media[0].start, request.media[0].end)
     )
     assert request.media[0].grid == expected.grid and np.array_equal(request.media[0].pixels, expected.pixels)
+
+
+def test_pictures_of_a_short_body_are_decoded_in_a_thread(monkeypatch):
+    threads = []
+    decode = prompts.attachments
+
+    def watched(*arguments: Any) -> Any:
+        threads.append(threading.current_thread())
+        return decode(*arguments)
+
+    monkeypatch.setattr(prompts, "attachments", watched)
+    app = app_of(takes_pictures=True)
+    assert ask(app, PATH, with_picture(picture_url()[0])).status == 200
+    assert ask(app, PATH, chat()).status == 200
+    assert [each is threading.main_thread() for each in threads] == [False, True]
+
+
+def test_a_template_of_the_model_is_rendered_in_a_thread():
+    threads = []
+
+    class Watched(KimiTemplate):
+        def render(self, *arguments: Any, **options: Any) -> Any:
+            threads.append(threading.current_thread())
+            return super().render(*arguments, **options)
+
+    assert ask(app_of(template=Watched()), PATH, chat()).status == 200
+    assert threads and threading.main_thread() not in threads
 
 
 @pytest.mark.parametrize(

@@ -181,6 +181,29 @@ def test_new_weights_are_copied_in_place_and_used_by_the_next_step() -> None:
     assert not torch.equal(runner.pictures.features(shown), before)
 
 
+def test_decodes_use_new_weights_after_they_were_loaded() -> None:
+    new, tokens = fresh_model(seed=1), tokens_of(6, 1)
+    runner = Runner(fresh_model(seed=0), num_pages=24, page_size=PAGE, num_slots=2, max_sequences=2)
+    runner.run(StepPlan(shares=(share("a", tokens, 0, 4),)))
+    runner.run(StepPlan(shares=(share("a", tokens, 4, 5),)))
+    runner.load_weights(new)
+    runner.clear_state(0)
+    runner.run(StepPlan(shares=(share("a", tokens, 0, 5),)))
+    torch.testing.assert_close(
+        runner.run(StepPlan(shares=(share("a", tokens, 5, 6),))), expected(new, tokens)[5:], **EXACT
+    )
+
+
+def test_slots_in_any_order_give_the_rows_of_the_plan() -> None:
+    runner = runner_of(use_graphs=False)
+    sequences = [tokens_of(8, seed) for seed in range(3)]
+    places = (2, 0, 1)
+    runner.run(StepPlan(shares=tuple(share(str(i), tokens, 0, 7, place=i) for i, tokens in enumerate(sequences))))
+    plan = StepPlan(shares=tuple(share(str(i), sequences[i], 7, 8, place=i) for i in places))
+    right = torch.cat([expected(runner.model, sequences[i])[7:] for i in places])
+    torch.testing.assert_close(runner.run(plan), right, **EXACT)
+
+
 def test_weights_that_do_not_fit_are_refused_and_change_nothing() -> None:
     runner = Runner(fresh_model(), num_pages=4, page_size=PAGE, num_slots=2, max_sequences=2)
     kept = {name: tensor.clone() for name, tensor in runner.model.state_dict().items()}

@@ -438,3 +438,33 @@ def test_nothing_leaks_in_ten_thousand_random_events(late: bool) -> None:
     assert len(bench.answers) > 500 and bench.scheduler.num_preemptions > 20 and bench.scheduler.num_reused_tokens > 500
     for name, answer in bench.answers.items():
         assert answer == expected(*asked[name])
+
+
+def test_a_job_that_is_pre_empted_in_flight_leaves_no_promise_about_pages_it_never_filled() -> None:
+    """Its step lands after it lost its pages: they must not be remembered as what its new pages hold."""
+    scheduler = Scheduler(
+        SchedulerConfig(token_budget=100, snapshot_interval=4), num_pages=24, page_size=2,
+        states=States(7, 3, needed=False),
+    )  # fmt: skip
+
+    def added(name: str, length: int) -> Job:
+        tokens = [100 * ord(name[0]) + place for place in range(length)]
+        job = Job(request_id=name, tokens=tokens, num_prompt=length, max_tokens=20)
+        scheduler.add(job)
+        return job
+
+    for name, length in (*((name, 1) for name in "ABCDE"), ("J", 17)):
+        added(name, length)
+    scheduler.plan()
+    scheduler.land([7] * 6)
+    scheduler.config = replace(scheduler.config, token_budget=8)
+    added("K", 7)
+    flights = []
+    for _ in range(4):  # always one step under way, as with asynchronous scheduling
+        plan = scheduler.plan()
+        assert plan is not None
+        flights.append(plan)
+        if len(flights) == 2:
+            scheduler.land([7] * sum(share.samples for share in flights.pop(0).shares))
+    scheduler.remove("K")
+    assert scheduler.prefixes.lookup(added("K", 7)).depth == 0

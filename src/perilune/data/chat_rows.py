@@ -96,7 +96,28 @@ class ChatRows:
             digest.update(kept.document.tokens.tobytes() + kept.document.predicted.tobytes())
         return digest.hexdigest()
 
+    @property
+    def num_with_pictures(self) -> int:
+        """Dialogues that hold pictures."""
+        return sum(kept.has_pictures for kept in self._kept)
+
     def row(self, index: int) -> VisionRow:
+        documents = [self._whole(self._kept[number]) for number in self._chosen(index)]
+        return lay_row(documents, self.seq_len, self.tokenizer.pad_id)
+
+    def has_pictures(self, index: int) -> bool:
+        """Whether a row holds pictures; reads none of them."""
+        return any(self._kept[number].has_pictures for number in self._chosen(index))
+
+    def batch(self, first_row: int, count: int) -> PackedBatch:
+        """Rows first_row .. first_row + count - 1."""
+        return self.batch_of(range(first_row, first_row + count))
+
+    def batch_of(self, indices: Sequence[int]) -> PackedBatch:
+        return assemble([self.row(index) for index in indices], self.tokenizer)
+
+    def _chosen(self, index: int) -> list[int]:
+        """Numbers of the dialogues in a row."""
         if index < 0:
             raise IndexError(f"row {index} does not exist: rows count from 0")
         epoch = 0
@@ -106,13 +127,7 @@ class ChatRows:
             if index < self._begins[epoch + 1]:
                 break
             epoch += 1
-        chosen = self._epoch(epoch)[index - self._begins[epoch]]
-        documents = [self._whole(self._kept[number]) for number in chosen]
-        return lay_row(documents, self.seq_len, self.tokenizer.pad_id)
-
-    def batch(self, first_row: int, count: int) -> PackedBatch:
-        """Rows first_row .. first_row + count - 1."""
-        return assemble([self.row(index) for index in range(first_row, first_row + count)], self.tokenizer)
+        return self._epoch(epoch)[index - self._begins[epoch]]
 
     def _lay(self, epoch: int) -> list[list[int]]:
         """Numbers of the dialogues in each row of an epoch."""

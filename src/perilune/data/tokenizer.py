@@ -64,6 +64,8 @@ SPECIAL_TOKENS: tuple[str, ...] = (
 REQUIRED_TOKENS = tuple(name for name in SPECIAL_TOKENS if not name.startswith("<|reserved_") and name != "[UNK]")
 UNUSED = "<|unused_"
 NUM_BYTES = 256
+LONG_TEXT = 4096
+"""Characters from which on a text is encoded without holding up other threads."""
 MIN_VOCAB_SIZE = NUM_BYTES + len(SPECIAL_TOKENS) + 1
 
 # A line break takes the indentation that follows it, but leaves one space to the word after it, so that " return" is
@@ -238,7 +240,10 @@ class Tokenizer:
 
     def _encode_ordinary(self, text: str) -> list[int]:
         _require_utf8(text)
-        return self._core.encode(text, add_special_tokens=False).ids
+        if len(text) < LONG_TEXT:
+            return self._core.encode(text, add_special_tokens=False).ids
+        # `encode` keeps the interpreter lock: for seconds, with megabytes of text, in which no other thread would run.
+        return self._core.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
         """The text of `ids`. Special tokens appear by name, or not at all with `skip_special`.

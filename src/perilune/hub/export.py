@@ -74,7 +74,8 @@ def export_model(
     chosen = choose(model.config, target)
     ids = token_ids(tokenizer)
     files = tokenizer_files(tokenizer, chat_template) | {
-        "generation_config.json": as_json(generation_config(tokenizer))
+        "tokenizer.json": _with_start(tokenizer),
+        "generation_config.json": as_json(generation_config(tokenizer)),
     }
     if model.config.vision is not None:
         ids |= media_token_ids(tokenizer)
@@ -189,6 +190,26 @@ def tokenizer_files(tokenizer: Tokenizer | None, chat_template: str | None) -> d
         "special_tokens_map.json": as_json(names),
     }
     return files if chat_template is None else {**files, "chat_template.jinja": chat_template}
+
+
+def _with_start(tokenizer: Tokenizer) -> str:
+    """tokenizer.json that puts the document-start token before a text, as training, `generate` and the server do.
+
+    Only where special tokens are asked for, which is what others do with a text and do not with a rendered chat.
+    """
+    start = {"id": "[BOS]", "type_id": 0}
+    plain = json.loads(tokenizer.to_json())
+    plain["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": start}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [
+            {"SpecialToken": start},
+            {"Sequence": {"id": "A", "type_id": 0}},
+            {"Sequence": {"id": "B", "type_id": 0}},
+        ],
+        "special_tokens": {"[BOS]": {"id": "[BOS]", "ids": [tokenizer.bos_id], "tokens": ["[BOS]"]}},
+    }
+    return json.dumps(plain, ensure_ascii=False, separators=(",", ":"))
 
 
 def processor_files(processor: ProcessorConfig) -> dict[str, str]:

@@ -153,6 +153,8 @@ def _data(run: RunFacts) -> str:
         return "This folder was not exported from a run: see what its source says about its data."
     if run.setting("data.probe") is not None:
         rows = [("generated rows of the probe", f"`{run.setting('data.probe.task', '?')}`")]
+    elif run.setting("data.chat") is not None:
+        rows = [("dialogues", ", ".join(f"`{part}`" for part in run.setting("data.chat.sources", ())))]
     else:
         source = run.setting("data.corpus.source", "?")
         rows = [("corpus", ", ".join(f"`{part}`" for part in ([source] if isinstance(source, str) else source)))]

@@ -57,19 +57,27 @@ def separate_products() -> Iterator[None]:
 
 def side_by_side(x: Tensor, *linears: "Linear") -> Tensor | None:
     """x times the weights of all these maps in one product, if they lie side by side (side_by_side.py), else None."""
-    if torch.is_grad_enabled() or _SEPARATE.get() or not are_plain(*linears):
+    if torch.is_grad_enabled() or _SEPARATE.get():
+        return None
+    whole = whole_of(*linears)
+    return None if whole is None or whole.dtype != x.dtype else F.linear(x, whole)
+
+
+def whole_of(*linears: "Linear") -> Tensor | None:
+    """The weights of all these maps below each other, without a copy, if they lie so in memory, else None."""
+    if not are_plain(*linears):
         return None
     first = linears[0].weight
     address, rows = first.data_ptr(), 0
     for linear in linears:
         weight = linear.weight
-        if weight.data_ptr() != address or weight.dtype != x.dtype or not weight.is_contiguous():
+        if weight.data_ptr() != address or weight.dtype != first.dtype or not weight.is_contiguous():
             return None
         address += weight.nbytes
         rows += weight.shape[0]
     if first.untyped_storage().data_ptr() + first.untyped_storage().nbytes() < address:
         return None  # neighbours by chance
-    return F.linear(x, first.as_strided((rows, first.shape[1]), (first.shape[1], 1)))
+    return first.detach().as_strided((rows, first.shape[1]), (first.shape[1], 1))
 
 
 def are_plain(*modules: nn.Module) -> bool:

@@ -144,7 +144,7 @@ class LatentAttention(nn.Module):
             q, latent_and_key = self._queries(x_BTD), self.kv_a_proj_with_mqa(x_BTD)
         else:
             q, latent_and_key = products.split([linear.out_features for linear in self.maps_of_input()], dim=-1)
-            q = self._per_head(q)
+            q = self.per_head(q)
         latent, k_rope = latent_and_key.split([config.kv_lora_rank, config.qk_rope_head_dim], dim=-1)
         latent = self.kv_a_layernorm(latent)
         if config.rope is not None:
@@ -156,9 +156,9 @@ class LatentAttention(nn.Module):
         return q, latent, k_rope
 
     def _queries(self, x_BTD: Tensor) -> Tensor:
-        return self._per_head(self.maps_of_input()[0](x_BTD))
+        return self.per_head(self.maps_of_input()[0](x_BTD))
 
-    def _per_head(self, q: Tensor) -> Tensor:
+    def per_head(self, q: Tensor) -> Tensor:
         """[..., H, E] from the first map of the queries."""
         if self.config.q_lora_rank is not None:
             q = self.q_b_proj(self.q_a_layernorm(q))

@@ -48,6 +48,21 @@ class Chunks:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class DecodePlaces:
+    """Where the decodes of a step find what they remember, worked out once for all layers.
+
+    For steps whose numbers the host knows and whose memory it shares (a CPU). None of the decodes is padding.
+    """
+
+    slots: slice | Tensor
+    """Slots that lie in a row are read and written where they are; others [D] int64 are gathered and put back."""
+    rows: Tensor
+    """[D, T] int64: rows of the pools of latents, T the longest sequence; past the end of a shorter one its first."""
+    outside: Tensor | None
+    """[D, 1, T] true past the end of a sequence; None when all are equally long."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class PagedBatch(Packing):
     """One step. `positions` is [1, T]; `cu_seqlens` stays None: the borders are those of the chunks."""
 
@@ -64,6 +79,8 @@ class PagedBatch(Packing):
     chunks: Chunks | None = None
     wanted: Tensor | None = None
     """[W] int64 rows whose hidden states are returned; None: all."""
+    places: DecodePlaces | None = None
+    """Of the decodes; None: the operators find them from the numbers on the device."""
 
     @property
     def num_decodes(self) -> int:

@@ -13,14 +13,13 @@ LATE is -1, or the index among `late_ids`, on the device, of a token that the ho
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from perilune.model.paged import Chunks, PagedBatch, rows_of
+from perilune.model.paged import Chunks, DecodePlaces, PagedBatch, rows_of
 
 TOKEN, POSITION, WRITE_ROW, SLOT, LENGTH, LATE = range(6)
 
@@ -67,8 +66,34 @@ def page_table(runs: Sequence[Run], *, num_rows: int | None = None, width: int |
     return table
 
 
-def decode_batch(numbers: Tensor, table: Tensor, late_ids: Tensor | None = None) -> PagedBatch:
-    """A step of decodes alone, all of whose rows are wanted. Runs on the device: it can be part of a graph."""
+def decode_places(numbers: np.ndarray, table: np.ndarray, page_size: int) -> DecodePlaces:
+    """Of decodes without padding, with these numbers and pages."""
+    slots, lengths = numbers[SLOT], numbers[LENGTH]
+    first, count = int(slots[0]), len(slots)
+    in_a_row = np.array_equal(slots, np.arange(first, first + count))
+    longest = int(lengths.max()) if table.shape[1] else 0
+    rows = (table.astype(np.int64)[:, :, None] * page_size + np.arange(page_size)).reshape(count, -1)[:, :longest]
+    outside = None
+    if longest and lengths.min() < longest:
+        beyond = np.arange(longest) >= lengths[:, None]
+        rows = np.where(beyond, rows[:, :1], rows)  # what lies past the end may be anything, NaN for instance
+        outside = torch.from_numpy(beyond).unsqueeze(1)
+    return DecodePlaces(
+        slots=slice(first, first + count) if in_a_row else torch.from_numpy(slots.astype(np.int64)),
+        rows=torch.from_numpy(np.ascontiguousarray(rows)),
+        outside=outside,
+    )
+
+
+def decode_batch(
+    numbers: Tensor,
+    table: Tensor,
+    late_ids: Tensor | None = None,
+    *,
+    wanted: Tensor | None = None,
+    places: DecodePlaces | None = None,
+) -> PagedBatch:
+    """A step of decodes alone. Runs on the device: it can be part of a graph."""
     return PagedBatch(
         tokens=_with_late(numbers[TOKEN], numbers[LATE], late_ids).unsqueeze(0),
         positions=numbers[POSITION].unsqueeze(0),
@@ -76,6 +101,8 @@ def decode_batch(numbers: Tensor, table: Tensor, late_ids: Tensor | None = None)
         slots=numbers[SLOT],
         block_table=table,
         lengths=numbers[LENGTH],
+        wanted=wanted,
+        places=places,
     )
 
 
@@ -90,11 +117,15 @@ def mixed_batch(
     device: torch.device | str | None = None,
 ) -> PagedBatch:
     """A step of decodes and chunks, in this order; `wanted` are rows of it."""
-    numbers = torch.from_numpy(decode_numbers(decodes, page_size=page_size, scratch_row=scratch_row)).to(device)
-    first = decode_batch(numbers, torch.from_numpy(page_table(decodes)).to(device), late_ids)
+    numbers, table = decode_numbers(decodes, page_size=page_size, scratch_row=scratch_row), page_table(decodes)
+    on_host = device is None or torch.device(device).type == "cpu"
+    places = decode_places(numbers, table, page_size) if decodes and on_host else None
     rows = None if wanted is None else torch.tensor(wanted, dtype=torch.long, device=device)
+    first = decode_batch(
+        torch.from_numpy(numbers).to(device), torch.from_numpy(table).to(device), late_ids, wanted=rows, places=places
+    )
     if not chunks:
-        return replace(first, wanted=rows)
+        return first
     lengths = tuple(len(run.tokens) for run in chunks)
     ends = tuple(run.start + len(run.tokens) for run in chunks)
     borders = torch.tensor([0, *np.cumsum(lengths).tolist()], dtype=torch.long, device=device)
@@ -124,6 +155,7 @@ def mixed_batch(
             cached_rows=cached,
         ),
         wanted=rows,
+        places=places,
     )
 
 

@@ -10,9 +10,14 @@ trainer and engine differ is in every record (`gap`; 0 with a deterministic engi
 A run is a function of its config, seed and starting weights. Tasks, seeds of replies and the order of everything follow
 from counters; what waits (parked episodes, incomplete groups, success rates, budgets) is in the checkpoint. With a
 deterministic engine a run that is killed and resumed gives the same bits.
+
+With `overlap` the engine plays the episodes of the next iteration while the learner trains on those of this one. Their
+weights are then one version behind, never more: the engine gets new weights between two iterations only. A resumed run
+plays again what was under way, so its bits may differ from those of a run that was not stopped.
 """
 
 import asyncio
+import contextlib
 import json
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -20,14 +25,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
+from perilune.data.chat_rows import ChatRows
 from perilune.data.tokenizer import Tokenizer
 from perilune.model import Decoder
-from perilune.rl.environment import OUTCOME, Environment, Split
+from perilune.rl.environment import OUTCOME, Environment, Split, Task
 from perilune.rl.groups import GroupConfig, Groups, means
 from perilune.rl.learner import Learner, LearnerConfig, Sample, Update
 from perilune.rl.priorities import Priorities, PriorityConfig
 from perilune.rl.rollout import Collected, Job, RolloutConfig, Rollouts
-from perilune.rl.trajectory import Trajectory, load_trajectories, save_trajectories
+from perilune.rl.trajectory import load_trajectories, save_trajectories
 from perilune.serve.async_engine import AsyncEngine
 from perilune.serve.engine import Engine, EngineConfig
 from perilune.train import checkpoint, random_state
@@ -53,6 +59,8 @@ class RLConfig:
     """Optimizer steps in an iteration: its samples are cut into so many parts."""
     warmup: int = 5
     """Iterations until the full learning rate."""
+    overlap: bool = False
+    """Play the next iteration while this one is learnt from: weights are one version behind."""
     seed: int = 0
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)
@@ -70,6 +78,20 @@ class RLConfig:
         for name in ("warmup", "checkpoint_every"):
             if getattr(self, name) < 0:
                 raise ValueError(f"rl.{name} is {getattr(self, name)!r}, expected 0 or more")
+        if self.overlap and self.groups.max_staleness < 1:
+            raise ValueError(
+                f"rl.overlap is True and groups.max_staleness is {self.groups.max_staleness!r}: expected at least 1, "
+                "since overlapped episodes are one version behind"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rolled:
+    """The episodes of one iteration, as they came back."""
+
+    jobs: list[Job]
+    collected: Collected
+    seconds: float
 
 
 class Loop:
@@ -82,11 +104,15 @@ class Loop:
         *,
         folder: str | Path,
         resume: bool = False,
+        ptx: ChatRows | None = None,
+        about: Mapping[str, Any] | None = None,
     ) -> None:
+        """`ptx`: supervised rows, one for every update. `about` goes into the state of every checkpoint."""
         if not environments:
             raise LoopError("there is no environment to train in")
         self.config, self.folder = config, Path(folder)
         self._environments, self._tokenizer = dict(environments), tokenizer
+        self._ptx, self._about = ptx, dict(about or {})
         model.deterministic = config.engine.deterministic
         self.learner = Learner(model, config.learner)
         served = Decoder(model.config)
@@ -98,7 +124,11 @@ class Loop:
         )  # fmt: skip
         self.priorities = {name: Priorities(config.priorities) for name in environments}
         self.iteration = 0
+        self._served_version = 0
         self._parked: list[Job] = []
+        self._tasks: dict[str, list[Task]] = {}
+        self._ahead: asyncio.Task[Rolled] | None = None
+        """The next iteration's episodes, under way or done, with overlap."""
         self._started = False
         self._resume = resume
 
@@ -112,6 +142,10 @@ class Loop:
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        if self._ahead is not None:
+            self._ahead.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Exception):
+                await self._ahead
         await self.engine.close()
 
     async def run(self) -> AsyncIterator[dict[str, Any]]:
@@ -127,20 +161,32 @@ class Loop:
     async def step(self) -> dict[str, Any]:
         """One iteration."""
         began = time.perf_counter()
-        jobs = [*self._parked, *self._new_jobs()]
-        collected = await self._rollouts.collect(jobs, iteration=self.iteration)
+        rolled = await (self._ahead or self._roll(self.iteration))
+        self._ahead = None
+        collected, waited = rolled.collected, time.perf_counter()
         self._parked = list(collected.parked)
-        sampled = time.perf_counter()
-        groups = self.groups.add(collected.trajectories, self._lost(jobs, collected))
+        groups = self.groups.add(collected.trajectories, self._lost(rolled.jobs, collected))
         for group in groups:
             outcomes = [min(1.0, max(0.0, trajectory.facets.get(OUTCOME, 0.0))) for trajectory in group]
             self.priorities[group[0].environment].record(group[0].task, outcomes)
         samples = self.groups.samples(groups, iteration=self.iteration, version=self.iteration)
-        updates = self._learn(samples)
+        if self.config.overlap:
+            await self._hand_over()
+            if self.iteration + 1 < self.config.iterations:
+                self._ahead = asyncio.create_task(self._roll(self.iteration + 1))
+        learning = time.perf_counter()
+        updates = await asyncio.to_thread(self._learn, samples) if self.config.overlap else self._learn(samples)
         learnt = time.perf_counter()
         self.iteration += 1
-        await self.engine.load_weights(self.learner.model, self.iteration)
-        record = self._record(collected, updates, began, sampled, learnt)
+        if not self.config.overlap:
+            await self._hand_over()
+        spent = {
+            "seconds": time.perf_counter() - began,
+            "wait_seconds": waited - began,
+            "rollout_seconds": rolled.seconds,
+            "learn_seconds": learnt - learning,
+        }
+        record = self._record(collected, updates, samples, spent)
         if self.config.keep_trajectories:
             save_trajectories(
                 self.folder / TRAJECTORIES / f"{self.iteration - 1:06d}.jsonl", collected.trajectories
@@ -149,36 +195,69 @@ class Loop:
             file.write(json.dumps(record) + "\n")
         return record
 
-    async def evaluate(self, count: int, *, split: Split = "test", temperature: float = 0.0) -> list[Trajectory]:
-        """Episodes of the first `count` tasks of every environment, not trained on."""
+    async def evaluate(
+        self,
+        count: int,
+        *,
+        split: Split = "test",
+        temperature: float = 0.0,
+        environments: Mapping[str, Environment] | None = None,
+    ) -> Collected:
+        """Episodes of the first `count` tasks of every environment, not trained on, with the newest weights."""
+        if self._ahead is not None:
+            await asyncio.wait([self._ahead])  # they are to be all of one version
+        await self._hand_over()
         config = self.config.rollout
         config = replace(config, talk=replace(config.talk, temperature=temperature), iteration_tokens=None)
-        rollouts = Rollouts(self.engine, self._tokenizer, self._environments, config)
+        played = self._environments if environments is None else dict(environments)
+        rollouts = Rollouts(self.engine, self._tokenizer, played, config)
+        # An environment may have fewer tasks than asked for: each is played once.
+        tasks = {
+            (name, task.name): task
+            for name, environment in played.items()
+            for task in (environment.task(number, split) for number in range(count))
+        }
         jobs = [
-            Job(environment=name, task=environment.task(number, split), sample=0, seed=self.config.seed, iteration=-1)
-            for name, environment in self._environments.items()
-            for number in range(count)
+            Job(environment=name, task=task, sample=0, seed=self.config.seed, iteration=-1)
+            for (name, _), task in tasks.items()
         ]
-        return list((await rollouts.collect(jobs, iteration=self.iteration)).trajectories)
+        return await rollouts.collect(jobs, iteration=self.iteration)
 
     # --- parts of an iteration ----------------------------------------------------------------------------------------
 
-    def _new_jobs(self) -> list[Job]:
+    async def _roll(self, iteration: int) -> Rolled:
+        """Play on what is parked, and new tasks."""
+        began = time.perf_counter()
+        jobs = [*self._parked, *self._new_jobs(iteration)]
+        collected = await self._rollouts.collect(jobs, iteration=iteration)
+        return Rolled(jobs=jobs, collected=collected, seconds=time.perf_counter() - began)
+
+    async def _hand_over(self) -> None:
+        """The learner's weights to the engine, in place, unless it has them."""
+        if self._served_version != self.iteration:
+            await self.engine.load_weights(self.learner.model, self.iteration)
+            self._served_version = self.iteration
+
+    def _pool(self, name: str) -> list[Task]:
+        """The tasks that training draws from: they never change."""
+        if name not in self._tasks:
+            environment = self._environments[name]
+            self._tasks[name] = [environment.task(number, "train") for number in range(self.config.pool)]
+        return self._tasks[name]
+
+    def _new_jobs(self, iteration: int) -> list[Job]:
         """K samples of each task drawn; environments take turns."""
         names = sorted(self._environments)
         jobs = []
         for place, name in enumerate(names):
             count = len(range(place, self.config.tasks, len(names)))
-            environment, priorities = self._environments[name], self.priorities[name]
-            tasks = [environment.task(number, "train") for number in range(self.config.pool)]
-            numbers = priorities.draw(
-                [task.name for task in tasks], count, seed=self.config.seed, iteration=self.iteration
+            tasks = self._pool(name)
+            numbers = self.priorities[name].draw(
+                [task.name for task in tasks], count, seed=self.config.seed, iteration=iteration
             )  # fmt: skip
             jobs += [
-                Job(
-                    environment=name, task=tasks[number], sample=sample, seed=self.config.seed, iteration=self.iteration
-                )
-                for number in dict.fromkeys(numbers)
+                Job(environment=name, task=task, sample=sample, seed=self.config.seed, iteration=iteration)
+                for task in {tasks[number].name: tasks[number] for number in numbers}.values()
                 for sample in range(self.config.rollout.group_size)
             ]
         return jobs
@@ -191,10 +270,15 @@ class Loop:
     def _learn(self, samples: Sequence[Sample]) -> list[Update]:
         parts = max(1, min(self.config.updates, len(samples)))
         scale = min(1.0, (self.iteration + 1) / self.config.warmup) if self.config.warmup else 1.0
-        return [self.learner.update(samples[part::parts], lr_scale=scale) for part in range(parts)]
+        updates = []
+        for part in range(parts):
+            row = self.iteration * self.config.updates + part
+            ptx = None if self._ptx is None else self._ptx.batch(row, 1)
+            updates.append(self.learner.update(samples[part::parts], ptx=ptx, lr_scale=scale))
+        return updates
 
     def _record(
-        self, collected: Collected, updates: Sequence[Update], began: float, sampled: float, learnt: float
+        self, collected: Collected, updates: Sequence[Update], samples: Sequence[Sample], spent: Mapping[str, float]
     ) -> dict[str, Any]:
         tokens = sum(update.tokens for update in updates)
         rolled = sum(trajectory.num_trained for trajectory in collected.trajectories)
@@ -218,10 +302,12 @@ class Loop:
             "clipped": mean("clipped"),
             "grad_norm": max((update.grad_norm for update in updates), default=0.0),
             "skipped": sum(update.skipped for update in updates),
-            "rollout_seconds": round(sampled - began, 3),
-            "learn_seconds": round(learnt - sampled, 3),
-            "rollout_tokens_per_s": round(rolled / max(1e-9, sampled - began), 1),
-            "learn_tokens_per_s": round(tokens / max(1e-9, learnt - sampled), 1),
+            **({} if self._ptx is None else {"ptx_loss": _mean_of([update.ptx_loss for update in updates])}),
+            "staleness": max((_staleness(sample, self.iteration - 1) for sample in samples), default=0),
+            **{name: round(seconds, 4) for name, seconds in spent.items()},
+            "waiting": round(1 - min(1.0, spent["learn_seconds"] / max(1e-9, spent["seconds"])), 4),
+            "rollout_tokens_per_s": round(rolled / max(1e-9, spent["rollout_seconds"]), 1),
+            "learn_tokens_per_s": round(tokens / max(1e-9, spent["learn_seconds"]), 1),
         }
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
@@ -243,9 +329,10 @@ class Loop:
                 **random_state.tensors(),
             },
             state={
+                **self._about,
                 "iteration": self.iteration,
                 "optimizer_scalars": checkpoint.optimizer_scalars(model, optimizer),
-                "parked": [job.plain() for job in self._parked],
+                "parked": [job.plain() for job in self._parked],  # with overlap: what the next iteration began with
                 "lost": [[*key, count] for key, count in self.groups.lost.items()],
                 "waiting": kept.name,
                 "priorities": {name: each.state() for name, each in self.priorities.items()},
@@ -277,4 +364,15 @@ class Loop:
         lines = records.read_text(encoding="utf-8").splitlines() if records.exists() else []
         kept = [line for line in lines if json.loads(line)["iteration"] <= self.iteration]
         records.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-        await self.engine.load_weights(self.learner.model, self.iteration)
+        self._served_version = -1  # the engine still has what the model began with
+        await self._hand_over()
+
+
+def _staleness(sample: Sample, version: int) -> int:
+    """Versions that the oldest trained token of a sample is behind the weights that are trained."""
+    return max(version - int(branch.versions[branch.mask].min()) for branch in sample.branches if branch.num_trained)
+
+
+def _mean_of(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None

@@ -12,11 +12,13 @@ that is not over then comes back as parked, and is continued by giving its job a
 """
 
 import asyncio
+import contextlib
 import math
+import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from perilune.data.tokenizer import Tokenizer
 from perilune.rl.environment import Environment, EpisodeOver, Task, reward_of
@@ -26,6 +28,9 @@ from perilune.serve.async_engine import AsyncEngine, EngineDead
 from perilune.serve.sessions import Sessions
 
 SHOWN_FAILURES = 5
+JUDGES = 16
+"""That judge at a time."""
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +101,7 @@ class Collected:
     failures: Counter[str]
     """Episodes lost, by what went wrong."""
     examples: tuple[str, ...]
-    """The first of them, in words."""
+    """The first of each kind and some more, in words: "[kind] episode: what happened"."""
     num_empty: int
     """Episodes in which the policy said nothing: kept, and judged as what they are."""
 
@@ -119,6 +124,7 @@ class Rollouts:
         self._environments = dict(environments)
         self._config = config or RolloutConfig()
         self._sessions = Sessions(tokenizer)
+        self._judges = asyncio.Semaphore(JUDGES)
 
     async def collect(self, jobs: Sequence[Job], *, iteration: int) -> Collected:
         """Play all of them. Raises EngineDead when the engine has stopped for good."""
@@ -138,8 +144,8 @@ class Rollouts:
             trajectories=trajectories,
             parked=tuple(each for each in found if isinstance(each, Job)),
             failures=Counter(failure.kind for _, failure in failures),
-            examples=tuple(f"{job.name}: {failure}" for job, failure in failures[:SHOWN_FAILURES]),
-            num_empty=sum(trajectory.num_trained == 0 for trajectory in trajectories),
+            examples=_examples(failures),
+            num_empty=sum(said_nothing(trajectory) for trajectory in trajectories),
         )
 
     async def _episode(self, job: Job) -> Trajectory | Job:
@@ -185,8 +191,8 @@ class Rollouts:
     async def _judged(self, environment: Environment, job: Job, talk: EngineTalk) -> tuple[dict[str, float], float]:
         """In a thread: a judge may compute long. One that hangs keeps its thread, and costs nothing else."""
         try:
-            async with asyncio.timeout(self._config.judge_seconds):
-                facets = await asyncio.to_thread(environment.judge, job.task, talk.messages)
+            async with self._judges, asyncio.timeout(self._config.judge_seconds):
+                facets = await in_thread(lambda: environment.judge(job.task, talk.messages))
             facets = {str(name): float(value) for name, value in facets.items()}
             reward = reward_of(job.task, facets)
         except TimeoutError:
@@ -196,6 +202,42 @@ class Rollouts:
         if not math.isfinite(reward) or not all(math.isfinite(value) for value in facets.values()):
             raise Failure("reward", f"the reward is {reward!r} with facets {facets!r}, expected finite numbers")
         return facets, reward
+
+
+def _examples(failures: Sequence[tuple[Job, Failure]]) -> tuple[str, ...]:
+    first = {failure.kind: (job, failure) for job, failure in reversed(failures)}
+    others = [pair for pair in failures if pair not in first.values()]
+    chosen = [*first.values(), *others[: max(0, SHOWN_FAILURES - len(first))]]
+    return tuple(f"[{failure.kind}] {job.name}: {failure}" for job, failure in chosen)
+
+
+async def in_thread(call: Callable[[], Result]) -> Result:
+    """What `call` returns, from a thread of its own. One that never ends is left behind, also when the process ends;
+    a pool would run out of threads, and wait for them at its end."""
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[Result] = loop.create_future()
+
+    def settle(result: Result | None, error: BaseException | None) -> None:
+        if not answer.done():
+            answer.set_exception(error) if error is not None else answer.set_result(result)  # pyrefly: ignore
+
+    def work() -> None:
+        result, error = None, None
+        try:
+            result = call()
+        except Exception as problem:
+            error = problem
+        with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits any more
+            loop.call_soon_threadsafe(settle, result, error)
+
+    threading.Thread(target=work, name="perilune-judge", daemon=True).start()
+    return await answer
+
+
+def said_nothing(trajectory: Trajectory) -> bool:
+    """Whether the policy wrote no text and called no tool: it was not asked, or ended its turn at once."""
+    said = [message for message in trajectory.messages if message.get("role") == "assistant"]
+    return not any(message.get("content") or message.get("tool_calls") for message in said)
 
 
 def replayed(environment: Environment, trajectory: Trajectory) -> tuple[dict[str, float], float]:

@@ -123,7 +123,10 @@ class EngineTalk:
     def add(self, *messages: Message) -> None:
         for message in messages:
             parsed = parse_message(message, path=f"messages[{len(self._messages)}]")
-            self._attachments += [self._picture(part.kind, part.source) for part in parsed.media]
+            where = f"messages[{len(self._messages)}]"
+            self._attachments += [
+                attachment(part.kind, part.source, self._config.processor, where) for part in parsed.media
+            ]
             self._messages.append(message)
             self._parsed.append(parsed)
 
@@ -225,16 +228,16 @@ class EngineTalk:
         # The end of the turn was left out above: it is no text.
         return Parsed(message=parsed.message, is_ended=is_ended, closing=() if is_ended else parsed.closing)
 
-    def _picture(self, kind: str, source: str) -> Attachment:
-        if kind != "image" or source[:5].lower() != "data:":
-            raise ChatError(f"messages[{len(self._messages)}]", "holds a picture that is no data: URL")
-        try:
-            content = base64.b64decode(source.partition(",")[2], validate=True)
-        except binascii.Error as error:
-            raise ChatError(
-                f"messages[{len(self._messages)}]", f"holds a picture that is not base64: {error}"
-            ) from error
-        return image_media(load_image(content), self._config.processor)
+
+def attachment(kind: str, source: str, processor: ProcessorConfig, where: str = "messages") -> Attachment:
+    """The patches of a picture in a message; ChatError for anything but an image in a data: URL."""
+    if kind != "image" or source[:5].lower() != "data:":
+        raise ChatError(where, "holds a picture that is no data: URL")
+    try:
+        content = base64.b64decode(source.partition(",")[2], validate=True)
+    except binascii.Error as error:
+        raise ChatError(where, f"holds a picture that is not base64: {error}") from error
+    return image_media(load_image(content), processor)
 
 
 def seed_of(seed: int, *names: str | int) -> int:

@@ -53,7 +53,8 @@ logger = logging.getLogger("perilune.serve")
 LoadWeights = Callable[[str, int | None], Awaitable[int]]
 """(path, version) -> the version now in use; raises ValueError or OSError with the reason it failed."""
 INLINE_BYTES = 16_384
-"""A longer body is parsed, rendered and encoded in a thread, so that other streams go on meanwhile."""
+"""A longer body is parsed, rendered and encoded in a thread, so that other streams go on meanwhile. So is a shorter one
+with pictures."""
 Result = TypeVar("Result")
 
 
@@ -225,6 +226,8 @@ class Generation:
         if asked.common.model is not None and asked.common.model not in parts.models:
             raise _no_model(asked.common.model, parts.models)
         contents = await prompts.fetched(asked)
+        if prompts.takes_long(asked):
+            threads = parts.threads
         return await parts.run(lambda: prompts.prepare(asked, contents, caller), threads)
 
     async def _generate(self, prepared: Prepared, caller: Caller, watch: Stopwatch, send: _Sent) -> None:

@@ -108,6 +108,13 @@ class Prompts:
             raise Refusal(f"{path} is a picture, and this model reads text only", param=path, code="no_vision")
         return await fetched(body.messages, self._config.limits, self._config.fetch)
 
+    def takes_long(self, body: ChatBody | CompletionBody) -> bool:
+        """Whether `prepare` may take long however short the body is: a picture of few bytes may have millions of
+        pixels, and a model's own template is rendered by another process."""
+        if isinstance(body, CompletionBody):
+            return False
+        return self._config.template is not None or any(message.media for message in body.messages)
+
     def prepare(self, body: ChatBody | CompletionBody, contents: dict[str, bytes], caller: Caller) -> Prepared:
         try:
             if isinstance(body, ChatBody):

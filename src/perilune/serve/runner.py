@@ -1,7 +1,8 @@
 """The runner turns a plan of the scheduler into tensors, runs the model and gives back logits.
 
 It owns the model and the pools (model/paged.py), and nothing else touches their memory. Steps of decodes alone replay
-CUDA graphs where there is CUDA (graphs.py); every other step runs operator by operator.
+CUDA graphs where there is CUDA (graphs.py), and go straight through bound weights on a CPU (model/decode_step.py);
+every other step runs module by module.
 
     runner = Runner(model, num_pages=512, page_size=64, num_slots=64, max_sequences=32)
     logits = runner.run(plan, late_ids)          [rows wanted, vocabulary], in the order of the plan
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from perilune.model import Decoder
+from perilune.model.decode_step import DecodeStep, bind
 from perilune.model.deterministic import TILE, logits_of_rows
 from perilune.model.linear import HALF, at_least_float32
 from perilune.model.paged import PagedBatch, bytes_per_page, bytes_per_slot, new_paged_cache
@@ -70,6 +72,7 @@ class Runner:
         self.num_pages, self.page_size, self.num_slots = num_pages, page_size, num_slots
         self.deterministic = deterministic
         self._tables = _PageTables()
+        self._decode_step = None if deterministic else bind(model)
         on_cuda = self.device.type == "cuda"
         self._graphs = None
         if not deterministic and (on_cuda if use_graphs is None else use_graphs):
@@ -99,6 +102,8 @@ class Runner:
         if self.deterministic:
             return torch.cat([self._deterministic_logits(share) for share in plan.shares])
         decodes = [share for share in plan.shares if len(share.tokens) == 1]
+        if self.device.type == "cpu" and self._graphs is None:
+            decodes.sort(key=lambda share: share.slot)  # slots in a row need not be gathered
         chunks = [share for share in plan.shares if len(share.tokens) > 1]
         first_row = _first_rows((*decodes, *chunks))
         wanted = [row for share in plan.shares for row in _wanted_rows(share, first_row[id(share)])]
@@ -108,12 +113,15 @@ class Runner:
             if wanted == list(range(len(decodes))):
                 return logits
             return logits[torch.tensor(wanted, dtype=torch.long, device=self.device)]
+        is_all = not chunks and wanted == list(range(len(decodes)))
         batch = mixed_batch(
             decodes, chunks,
-            page_size=self.page_size, scratch_row=self.cache.scratch_row, wanted=wanted, late_ids=late_ids,
-            device=self.device,
+            page_size=self.page_size, scratch_row=self.cache.scratch_row, wanted=None if is_all else wanted,
+            late_ids=late_ids, device=self.device,
         )  # fmt: skip
-        return self.model.logits(self.model.step(batch, self.cache, media=media))
+        step = self._bound_step() if batch.places is not None and not chunks and media is None else None
+        hidden = self.model.step(batch, self.cache, media=media) if step is None else step(batch, self.cache)
+        return self.model.logits(hidden)
 
     def copy_state(self, source_slot: int, target_slot: int) -> None:
         """Snapshots are slots too."""
@@ -145,6 +153,12 @@ class Runner:
         for name, tensor in own.items():
             tensor.copy_(given[name])
         self.pictures.forget()
+
+    def _bound_step(self) -> DecodeStep | None:
+        """Bound again where the weights have changed since."""
+        if self._decode_step is not None and not self._decode_step.is_current():
+            self._decode_step = bind(self.model)
+        return self._decode_step
 
     def _logits(self, batch: PagedBatch) -> Tensor:
         return self.model.logits(self.model.step(batch, self.cache))

@@ -112,6 +112,7 @@ class Sampler:
         if banned.all():
             raise ValueError(f"all {vocab_size} tokens are forbidden: nothing is left to sample")
         self._banned_V = torch.from_numpy(banned).to(device) if banned.any() else None
+        self._nothing = torch.tensor(-torch.inf, device=device)
 
     @torch.no_grad()
     def sample(self, logits_NV: Tensor, rows: Sequence[SamplerRow]) -> Sampled:
@@ -165,7 +166,7 @@ class Sampler:
             logits_NV = logits_NV.clone() if logits_NV is original_NV else logits_NV
             logits_NV[where] = logits_NV[where] + values.to(logits_NV.dtype)
         if self._banned_V is not None:
-            logits_NV = logits_NV.masked_fill(self._banned_V, -torch.inf)
+            logits_NV = torch.where(self._banned_V, self._nothing, logits_NV)  # sooner than masked_fill on a CPU
         unready = _flat((n, row.stop_ids) for n, row in enumerate(rows) if row.bans_stops)
         if unready is not None:
             logits_NV = logits_NV.clone() if logits_NV is original_NV else logits_NV
@@ -216,8 +217,11 @@ def _penalized(logits_NV: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
 
 def _flat(places: Iterable[tuple[int, np.ndarray]]) -> np.ndarray | None:
     """[2, M]: row and token id of every place."""
-    pairs = [np.stack([np.full_like(ids, number), ids]) for number, ids in places]
-    return np.concatenate(pairs, axis=1) if pairs else None
+    found = list(places)
+    if not found:
+        return None
+    numbers = np.repeat([number for number, _ in found], [len(ids) for _, ids in found])
+    return np.stack([numbers, np.concatenate([ids for _, ids in found])])
 
 
 def _index(places: np.ndarray, device: torch.device) -> tuple[Tensor, ...]:

@@ -128,10 +128,13 @@ class Scheduler:
         for index, job in enumerate(begun):
             crowded = bool(self.waiting) or index + 1 < len(begun)
             budget -= self._compute(draft, job, self._chunk(job, budget, crowded))
+        # One that was pre-empted while its step is under way begins again only when that has landed: what lands would
+        # otherwise be taken for what its new pages hold.
+        under_way = {flight.job for flights in self._flights for flight in flights}
         for job in list(self.waiting):
             if budget < self.config.border or not self.states.num_free:
                 break
-            if job.pending or self.prefixes.is_promised(job):
+            if job in under_way or self.prefixes.is_promised(job):
                 continue
             if not self._admit(draft, job):
                 break

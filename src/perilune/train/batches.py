@@ -9,6 +9,9 @@ text or vision, so that the two losses are two numbers. Rows of each kind are cu
 part has as many micro-batches of a kind as the longest: ranks of sharded data parallel gather every layer together, so
 each has to run what any of them runs. Where rows are lacking, the first row of the step comes again as a filler, with
 no target: it adds nothing to loss or gradients, and its attention logits are seen by the rank that has it as a row.
+
+Dialogues (data/chat_rows.py) take the place of a corpus as well. Which of their rows hold pictures follows from the
+files, and rows of the two kinds are cut apart in the same way.
 """
 
 from collections.abc import Iterator
@@ -33,6 +36,7 @@ from perilune.data import (
     tokenize_corpus,
     train_tokenizer,
 )
+from perilune.data.chat_rows import ChatDataConfig, ChatRows
 from perilune.data.packing import IGNORED
 from perilune.data.probes import ProbeConfig, ProbeRows
 from perilune.data.svg_guard import check_parser
@@ -56,8 +60,15 @@ class DataConfig:
     """Generated rows of a task that asks for memory, in place of the corpus."""
     vision: VisionDataConfig | None = None
     """Pictures beside the corpus; the model needs a vision tower (model.vision)."""
+    chat: ChatDataConfig | None = None
+    """Dialogues in place of the corpus: such a run is fine-tuned to chat, and served as a chat model."""
 
     def __post_init__(self) -> None:
+        if self.chat is not None and (self.probe is not None or self.vision is not None):
+            other = "probe" if self.probe is not None else "vision"
+            raise ValueError(
+                f"data.chat and data.{other} are both set: dialogues bring their own; leave one of them out"
+            )
         if self.vision is not None and self.probe is not None:
             raise ValueError("data.probe and data.vision are both set: a probe has no pictures; leave one of them out")
         if self.seq_len < 2:
@@ -72,8 +83,8 @@ class DataConfig:
 class RunData:
     corpus: CorpusSummary
     tokenizer: Tokenizer
-    train: PackedDataset | ProbeRows
-    valid: ValidationSet | ProbeRows | None
+    train: PackedDataset | ProbeRows | ChatRows
+    valid: ValidationSet | ProbeRows | ChatRows | None
     """None when the corpus holds nothing out."""
     vision: VisionRows | None = None
     """Rows with pictures, made while they are needed."""
@@ -89,6 +100,8 @@ def open_data(config: DataConfig, *, seed: int, progress: Progress | None = None
     """Tokenizer and token store of the corpus, built on first use and cached by content."""
     if config.probe is not None:
         return _open_probe(config, config.probe, seed=seed)
+    if config.chat is not None:
+        return _open_chat(config, config.chat, seed=seed)
     corpus = Corpus(config.corpus, progress=progress)
     tokenizer = open_tokenizer(config, corpus, progress=progress)
     stores = tokenize_corpus(corpus, tokenizer, cache_dir=config.cache_dir, progress=progress)
@@ -112,13 +125,7 @@ def open_data(config: DataConfig, *, seed: int, progress: Progress | None = None
 def open_tokenizer(config: DataConfig, corpus: Corpus, *, progress: Progress | None = None) -> Tokenizer:
     """The tokenizer that the config names, or one trained on the corpus (and on answers about pictures) and cached."""
     if config.tokenizer is not None:
-        tokenizer = Tokenizer.load(config.tokenizer)
-        if tokenizer.vocab_size != config.vocab_size:
-            raise ValueError(
-                f"data.tokenizer {config.tokenizer!r} has {tokenizer.vocab_size} tokens, but data.vocab_size is "
-                f"{config.vocab_size!r}: make them equal"
-            )
-        return tokenizer
+        return _named_tokenizer(config, config.tokenizer)
     vision = config.vision
     return train_tokenizer(
         corpus,
@@ -127,6 +134,37 @@ def open_tokenizer(config: DataConfig, corpus: Corpus, *, progress: Progress | N
         progress=progress,
         more_texts=None if vision is None else lambda: dialect(vision),
         more_fingerprint="" if vision is None else dialect_fingerprint(vision),
+    )
+
+
+def _named_tokenizer(config: DataConfig, path: str) -> Tokenizer:
+    tokenizer = Tokenizer.load(path)
+    if tokenizer.vocab_size != config.vocab_size:
+        raise ValueError(
+            f"data.tokenizer {path!r} has {tokenizer.vocab_size} tokens, but data.vocab_size is "
+            f"{config.vocab_size!r}: make them equal"
+        )
+    return tokenizer
+
+
+def _open_chat(config: DataConfig, chat: ChatDataConfig, *, seed: int) -> RunData:
+    """Dialogues in the tokens of the model that is fine-tuned: another vocabulary would mean other words to it."""
+    if config.tokenizer is None:
+        raise ValueError("data.chat is set but data.tokenizer is None: name the tokenizer.json of the model")
+    if not chat.sources:
+        raise ValueError("data.chat.sources is empty: name files of dialogues (--data FILE...), or a --recipe")
+    tokenizer = _named_tokenizer(config, config.tokenizer)
+    train = ChatRows(chat, tokenizer, seq_len=config.seq_len, seed=seed)
+    valid = ChatRows(chat, tokenizer, seq_len=config.seq_len, seed=seed, held_out=True)
+    return RunData(
+        corpus=CorpusSummary(
+            num_documents={"train": train.num_dialogues, "valid": valid.num_dialogues},
+            num_bytes={"train": 0, "valid": 0},
+            fingerprint=train.fingerprint,
+        ),
+        tokenizer=tokenizer,
+        train=train,
+        valid=valid if valid.num_dialogues else None,
     )
 
 
@@ -159,7 +197,7 @@ class MicroBatch:
     """Runs only because other ranks have one batch more; nothing in it counts."""
 
 
-ValidRows = ValidationSet | ProbeRows | VisionRows
+ValidRows = ValidationSet | ProbeRows | VisionRows | ChatRows
 Rows = PackedDataset | ValidRows
 ALL = Part()
 
@@ -193,14 +231,36 @@ def micro_batches(
 def _cut(
     rows_of: Rows, start: int, stop: int, micro_batch_rows: int, device: torch.device, part: Part
 ) -> Iterator[MicroBatch]:
-    begin, end = part.of(start, stop)
-    longest = part.largest(start, stop)
-    for first in range(begin, begin + longest, micro_batch_rows):
-        count = min(micro_batch_rows, end - first)
+    if isinstance(rows_of, ChatRows):
+        yield from _cut_dialogues(rows_of, start, stop, micro_batch_rows, device, part)
+        return
+    for first, count in _places(start, stop, micro_batch_rows, part):
         if count > 0:
             yield _on_device(rows_of.batch(first, count), device)
         else:
             yield _on_device(without_targets(rows_of.batch(start, 1)), device, filler=True)
+
+
+def _cut_dialogues(
+    rows_of: ChatRows, start: int, stop: int, micro_batch_rows: int, device: torch.device, part: Part
+) -> Iterator[MicroBatch]:
+    """Rows without pictures, then those with them: ranks meet in the vision tower, or none of them goes there."""
+    kinds: tuple[list[int], list[int]] = ([], [])
+    for index in range(start, stop):
+        kinds[rows_of.has_pictures(index)].append(index)
+    for indices in kinds:
+        for first, count in _places(0, len(indices), micro_batch_rows, part):
+            if count > 0:
+                yield _on_device(rows_of.batch_of(indices[first : first + count]), device)
+            else:
+                yield _on_device(without_targets(rows_of.batch_of(indices[:1])), device, filler=True)
+
+
+def _places(start: int, stop: int, micro_batch_rows: int, part: Part) -> Iterator[tuple[int, int]]:
+    """First row and number of rows of a part's micro-batches; none are left for those that only other parts have."""
+    begin, end = part.of(start, stop)
+    for first in range(begin, begin + part.largest(start, stop), micro_batch_rows):
+        yield first, min(micro_batch_rows, end - first)
 
 
 def without_targets(batch: PackedBatch) -> PackedBatch:
@@ -230,7 +290,7 @@ def _on_device(batch: PackedBatch, device: torch.device, *, filler: bool = False
 
 
 def _media(batch: PackedBatch, device: torch.device) -> MediaInput | None:
-    if batch.pixels is None or batch.media_positions is None:
+    if batch.pixels is None or batch.media_positions is None or not batch.grids:
         return None
     return MediaInput(
         positions=_to_device(batch.media_positions, device),

@@ -4,6 +4,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from perilune.model import Decoder
+from perilune.model.lora import copy_places
 from perilune.train.parallel import Parallel
 from perilune.train.stages import tensors_of_all_stages
 
@@ -21,5 +22,6 @@ def whole_model(parallel: Parallel, device: torch.device) -> Decoder | None:
         for name, tensor in spread.state_dict().items()
     }
     whole = Decoder(spread.config).to(device)
+    copy_places(spread, whole)
     whole.load_state_dict(tensors_of_all_stages(parallel, state, device))
     return whole.eval()

@@ -11,7 +11,7 @@ from torch import nn
 from perilune.model.moe import Router
 from perilune.optim import Adam, ClipReport, MuonClip, QKClip, clip_grad_norm_
 from perilune.optim.plan import PlannedParameter, plan_parameters
-from perilune.optim.qk_clip import find_heads
+from perilune.optim.qk_clip import find_heads, is_frozen
 from perilune.optim.sharded import ShardedMuonClip
 from perilune.train.parallel import Parallel
 from perilune.train.stages import own_rows, rows_of_stages
@@ -145,7 +145,8 @@ def nothing_seen() -> ClipReport:
 
 def build_optimization(model: nn.Module, config: OptimizerConfig, parallel: Parallel | None = None) -> Optimization:
     """On a model that is spread over ranks, Distributed MuonClip; all ranks have to build it together."""
-    heads = find_heads(model)
+    # Frozen heads (beside adapters) are not for QK-Clip.
+    heads = {name: layer for name, layer in find_heads(model).items() if not is_frozen(layer, "query")}
     # An infinite threshold never clips, and the statistics are still read and reset every step.
     tau = (math.inf if config.qk_clip_tau is None else config.qk_clip_tau) if heads else None
     if config.exact_logits_above is not None:

@@ -7,8 +7,11 @@ from pathlib import Path
 
 import torch
 
+from perilune.data.chat_rows import ChatRows
+from perilune.data.media import PATCH_SIZE
 from perilune.model import Decoder
 from perilune.model.linear import RMSNorm, SwiGLU
+from perilune.model.lora import add_adapters
 from perilune.train import checkpoint, random_state, ranks, run_folder, sinks
 from perilune.train.background_save import Saves
 from perilune.train.batches import RunData, open_data
@@ -50,12 +53,15 @@ def prepared(
         random_state.seed_everything(config.seed)
     data = data or open_in_turn(config, quiet=quiet)
     with ranks.Together():
+        check_pictures(config, data)
         model = run_folder.build_model(config, device)
         if config.start_from is not None and not resume:
             run_folder.load_weights(config.start_from, model, config)
         if initialize is not None:
             initialize(model)
     num_parameters, num_active = model.num_parameters(), model.num_parameters(active=True)
+    with ranks.Together():
+        add_adapters(model, config.lora, seed=config.seed)
     parallel = spread_over_ranks(model, config, device)
     optimization = build_optimization(model, config.optimizer, parallel)
 
@@ -120,6 +126,19 @@ def resume_messages(config: RunConfig, position: Position, changed: Sequence[str
             "train; raise trainer.steps to continue it"
         ]
     return [*(f"changed since the checkpoint: {line}" for line in changed), f"resuming from step {position.step}"]
+
+
+def check_pictures(config: RunConfig, data: RunData) -> None:
+    """RunError when dialogues hold pictures that the model cannot see: only the files say whether they do."""
+    if not isinstance(data.train, ChatRows) or not data.train.num_with_pictures:
+        return
+    tower = config.model.vision
+    if tower is None or tower.patch_size != PATCH_SIZE:
+        has = "has no vision tower" if tower is None else f"cuts patches of {tower.patch_size}, not {PATCH_SIZE}"
+        raise RunError(
+            f"{data.train.num_with_pictures} dialogues of data.chat.sources hold pictures, but the model {has}: "
+            "take them out, or start from a model that sees"
+        )
 
 
 def open_in_turn(config: RunConfig, *, quiet: bool) -> RunData:

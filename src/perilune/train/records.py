@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from perilune.data.chat_rows import ChatRows
 from perilune.data.packing import PackedDataset
 from perilune.data.probes import ProbeRows
 from perilune.model import Decoder, SamplingConfig
@@ -37,11 +38,15 @@ def introduction(run: Run) -> str:
     if skipped := run.data.corpus.skipped:
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(skipped.items()))
         lines.append(f"left out of the corpus: {reasons}")
+    if isinstance(train, ChatRows) and train.broken.count:
+        lines.append(str(train.broken))
     if run.data.valid is None:
-        lines.append(
-            "no validation split: the corpus holds nothing out "
-            f"(data.corpus.valid_fraction={config.data.corpus.valid_fraction!r})"
-        )
+        holds, field = "the corpus holds", f"corpus.valid_fraction={config.data.corpus.valid_fraction!r}"
+        if config.data.chat is not None:
+            holds, field = "the dialogues hold", f"chat.valid_fraction={config.data.chat.valid_fraction!r}"
+        lines.append(f"no validation split: {holds} nothing out (data.{field})")
+    if config.lora.rank:
+        lines.append(f"adapters of rank {config.lora.rank} learn, the weights beside them stay as they are:")
     if run.parallel is not None:
         sizes = {name: getattr(run.parallel.config, name) for name in AXES}
         named = " ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
@@ -53,7 +58,10 @@ def introduction(run: Run) -> str:
     return "\n".join(lines)
 
 
-def _described(train: PackedDataset | ProbeRows) -> str:
+def _described(train: PackedDataset | ProbeRows | ChatRows) -> str:
+    if isinstance(train, ChatRows):
+        seen = f", {train.num_with_pictures:,} of them with pictures" if train.num_with_pictures else ""
+        return f"{train.num_dialogues:,} dialogues{seen} ({train.num_rows:,} rows an epoch)"
     if isinstance(train, ProbeRows):
         return f"the probe {train.config.task}, new rows without end"
     return f"{train.store.num_tokens:,} tokens ({train.rows_per_epoch:,.0f} rows an epoch)"

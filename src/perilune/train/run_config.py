@@ -7,6 +7,7 @@ from typing import Literal
 from perilune.data import Fusion
 from perilune.data.media import PATCH_SIZE
 from perilune.model import ModelConfig
+from perilune.model.lora import LoraConfig
 from perilune.train.batches import DataConfig
 from perilune.train.optimizer import OptimizerConfig
 from perilune.train.parallel import ParallelConfig, ParallelError
@@ -83,6 +84,8 @@ class RunConfig:
     start_from: str | None = None
     """Folder of a run whose weights this one starts from; the optimizer starts anew."""
     model: ModelConfig = field(default_factory=ModelConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """Adapters that learn in place of the weights; rank 0: the weights themselves learn."""
     data: DataConfig = field(default_factory=DataConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
@@ -113,6 +116,12 @@ class RunConfig:
     def check_ranks(self, world_size: int) -> None:
         """ParallelError unless this run can be spread over so many ranks."""
         parallel = self.parallel.check(self.model, world_size)
+        for axis in ("tp", "pp", "ep"):
+            if self.lora.rank and getattr(parallel, axis) > 1:
+                raise ParallelError(
+                    f"parallel.{axis}={getattr(parallel, axis)} with lora.rank={self.lora.rank}: adapters are not cut; "
+                    "spread them by dp_shard or dp_replicate"
+                )
         assert parallel.dp_shard is not None
         parts, rows = parallel.dp_replicate * parallel.dp_shard, self.trainer.global_batch_rows
         if rows < parts:

@@ -21,6 +21,7 @@ import torch
 from perilune import hub
 from perilune.data.tokenizer import Tokenizer
 from perilune.model import Decoder
+from perilune.model.lora import LoraConfig, add_adapters, merge_adapters
 from perilune.train import checkpoint
 from perilune.train.batches import DataConfig, RunData
 from perilune.train.config_file import differences, from_plain, to_plain
@@ -34,7 +35,7 @@ METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 OWN_FILES = (CONFIG, ENVIRONMENT, TOKENIZER, METRICS, "report.html", CHECKPOINTS, "tensorboard")
 
-FIXED_FIELDS = ("seed", "model", "data.seq_len", "data.vocab_size", "optimizer.kind")
+FIXED_FIELDS = ("seed", "model", "lora", "data.seq_len", "data.vocab_size", "optimizer.kind")
 """What a resumed run may not change. The data itself is compared by its fingerprint."""
 
 
@@ -47,6 +48,8 @@ def check_free(folder: Path, *, resume: bool, overwrite: bool) -> None:
     if resume and overwrite:
         raise RunError("a run is either resumed or overwritten: give one of --resume and --overwrite")
     exists = (folder / CONFIG).exists()
+    if resume and (folder / "rl.json").exists():
+        raise RunError(f"{str(folder)!r} holds a run of `perilune rl`: continue it there, with --resume")
     if resume and not exists:
         raise RunError(f"there is no run in {str(folder)!r} to resume: start it without --resume")
     if exists and not resume and not overwrite:
@@ -152,7 +155,7 @@ def check_same_run(saved: Mapping[str, Any], config: RunConfig, data: RunData) -
         if theirs != ours:
             kind = name.removesuffix("_fingerprint")
             named = {
-                "corpus": f"corpus (data.corpus.source={config.data.corpus.source!r})",
+                "corpus": _named_source(config),
                 "pictures": "pictures (data.vision)",
                 "fusion": "rows that hold pictures (data.vision.fusion, or the number of steps it is a part of)",
             }.get(kind, kind)
@@ -161,6 +164,12 @@ def check_same_run(saved: Mapping[str, Any], config: RunConfig, data: RunData) -
                 f"{_short(theirs)!r}: the {named} changed since; restore it, or start a new run"
             )
     return changed
+
+
+def _named_source(config: RunConfig) -> str:
+    if config.data.chat is not None:
+        return f"dialogues (data.chat.sources={config.data.chat.sources!r})"
+    return f"corpus (data.corpus.source={config.data.corpus.source!r})"
 
 
 def _short(fingerprint: str) -> str:
@@ -180,8 +189,13 @@ def _within(name: str, field: str) -> bool:
     return name == field or name.startswith(field + ".")
 
 
-def load_run(folder: str | Path, *, device: str | torch.device = "cpu") -> tuple[Decoder, Tokenizer, RunConfig]:
-    """The trained model of a run, or of an exported or imported folder, in eval mode, with its tokenizer and config."""
+def load_run(
+    folder: str | Path, *, device: str | torch.device = "cpu", merge: bool = True
+) -> tuple[Decoder, Tokenizer, RunConfig]:
+    """The trained model of a run, or of an exported or imported folder, in eval mode, with its tokenizer and config.
+
+    Adapters (lora) are merged into the weights, unless `merge` is False.
+    """
     folder = Path(folder)
     config = read_config(folder)
     if hub.is_model_folder(folder):
@@ -204,8 +218,16 @@ def load_run(folder: str | Path, *, device: str | torch.device = "cpu") -> tuple
             "(checkpoint -> config): put the config of the run back"
         )
     model = build_model(config, torch.device(device))
-    checkpoint.restore_model(found.folder, model)
+    _restore(found.folder, model, config.lora, merge=merge)
     return model.eval(), tokenizer, config
+
+
+def _restore(checkpoint_folder: Path, model: Decoder, lora: LoraConfig, *, merge: bool = True) -> None:
+    """Weights of a checkpoint into a plain model; those of adapters become a part of them, unless they stay apart."""
+    add_adapters(model, lora, seed=0)
+    checkpoint.restore_model(checkpoint_folder, model)
+    if lora.rank and merge:
+        merge_adapters(model)
 
 
 MAY_CHANGE = ("model.mla.rope", "model.compute_dtype")
@@ -225,7 +247,7 @@ def load_weights(folder: str | Path, model: Decoder, config: RunConfig) -> None:
     fatal = [line for line in changed if not any(_within(line.split(":")[0], field) for field in MAY_CHANGE)]
     if fatal:
         raise RunError(f"start_from {str(folder)!r} is another model: {'; '.join(fatal)} (there -> here)")
-    checkpoint.restore_model(found.folder, model)
+    _restore(found.folder, model, source.lora)
 
 
 def build_model(config: RunConfig, device: torch.device) -> Decoder:

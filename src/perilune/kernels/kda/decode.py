@@ -17,6 +17,7 @@ Shape letters: B sequences, H heads, K key dim, V value dim, W convolution width
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -115,32 +116,112 @@ def _torch_step(
         return out
     if not rows:
         return qkv.new_empty(0, num_heads * value_dim)
-    # Slots in a row are read and written where they are, others are gathered and put back.
     in_a_row = rows == list(range(rows[0], rows[0] + len(rows)))
     own = slice(rows[0], rows[0] + len(rows)) if in_a_row else slots.long()
-    dtype = torch.float64 if qkv.dtype == torch.float64 else torch.float32
+    weights = step_weights(
+        num_heads, conv_weight=conv_weight, norm_weight=norm_weight, gate=gate, norm_eps=norm_eps, scale=scale,
+        beta_scale=beta_scale, dtype=torch.float64 if qkv.dtype == torch.float64 else torch.float32,
+    )  # fmt: skip
+    return decode_at(qkv, gate_input, beta_logits, output_gate, conv_pool, state_pool, own, weights)
 
-    windows = torch.cat((conv_pool[own].mT.to(dtype), qkv.to(dtype).unsqueeze(1)), dim=1)
-    mixed = F.silu((windows * conv_weight.mT.to(dtype)).sum(1)).to(qkv.dtype).to(dtype)
-    query_key, value = mixed.split([2 * num_heads * key_dim, num_heads * value_dim], dim=-1)
-    query, key = l2norm(query_key.view(len(rows), 2, num_heads, key_dim)).unbind(1)
-    decay = gate.log_decay(gate_input.to(dtype).unflatten(-1, (num_heads, key_dim))).exp()
-    strength = torch.sigmoid(beta_logits.to(dtype))
-    if beta_scale != 1:
-        strength.mul_(beta_scale)
 
-    state = state_pool[own].to(dtype).mul_(decay.unsqueeze(-1))
-    matrices, key_row = state.view(-1, key_dim, value_dim), key.reshape(-1, 1, key_dim)
-    predicted = torch.bmm(key_row, matrices).view(len(rows), num_heads, value_dim)
-    delta = (value.view_as(predicted) - predicted) * strength.unsqueeze(-1)
-    matrices.baddbmm_(key_row.mT, delta.view(-1, 1, value_dim))
-    read = torch.baddbmm(matrices[:, :1], query.reshape(-1, 1, key_dim), matrices, beta=0, alpha=scale).to(qkv.dtype)
+@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+class StepWeights:
+    """What the torch path reads of a layer, in the dtype it computes in and as it wants it: made by `step_weights`."""
 
-    conv_pool[own] = windows[:, 1:].mT.to(conv_pool.dtype)
-    if not in_a_row or state_pool.dtype != dtype:
+    taps: Tensor
+    """[W, C] contiguous"""
+    rate: Tensor
+    """[H, 1]: -exp(A_log), or exp(A_log) of a bounded gate"""
+    bias: Tensor
+    """[H, K]"""
+    lower_bound: float | None
+    norm: Tensor
+    """[V]"""
+    norm_eps: float
+    scale: float
+    beta_scale: float
+
+    def decay(self, gate_input: Tensor) -> Tensor:
+        """exp of the log decay of gates.py, [B, H, K]."""
+        shifted = gate_input + self.bias
+        if self.lower_bound is None:
+            return F.softplus(shifted).mul_(self.rate).exp_()
+        return shifted.mul_(self.rate).sigmoid_().mul_(self.lower_bound).exp_()
+
+
+@torch.no_grad()
+def step_weights(
+    num_heads: int, *, conv_weight: Tensor, norm_weight: Tensor, gate: Gate, norm_eps: float, scale: float,
+    beta_scale: float, dtype: torch.dtype,
+) -> StepWeights:  # fmt: skip
+    is_bounded = isinstance(gate, BoundedGate)
+    if gate.A_log is None:
+        rate = torch.ones(num_heads, 1, dtype=dtype, device=conv_weight.device)
+    else:
+        rate = gate.A_log.to(dtype).exp().view(num_heads, 1)
+    return StepWeights(
+        taps=conv_weight.to(dtype).mT.contiguous(),
+        rate=rate if is_bounded else rate.neg_(),
+        bias=gate.dt_bias.to(dtype).view(num_heads, -1),
+        lower_bound=gate.lower_bound if is_bounded else None,
+        norm=norm_weight.to(dtype),
+        norm_eps=norm_eps,
+        scale=scale,
+        beta_scale=beta_scale,
+    )
+
+
+def decode_at(
+    qkv: Tensor, gate_input: Tensor, beta_logits: Tensor, output_gate: Tensor, conv_pool: Tensor, state_pool: Tensor,
+    own: slice | Tensor, weights: StepWeights,
+) -> Tensor:  # fmt: skip
+    """`kda_decode` by torch operators, for a caller who knows that everything fits and where the slots are.
+
+    own: a slice where slots lie in a row, which are then updated where they are; or their numbers [B] int64.
+    A small step is as fast as its operators are few: they write in place, and nothing is cast that need not be.
+    """
+    batch = qkv.shape[0]
+    _, num_heads, key_dim, value_dim = state_pool.shape
+    given, dtype = qkv.dtype, weights.taps.dtype
+
+    before = conv_pool[own]
+    windows = torch.cat((_as(before.mT, dtype), _as(qkv, dtype).unsqueeze(1)), dim=1)
+    mixed = F.silu((windows * weights.taps).sum(1), inplace=True)
+    if given != dtype:
+        mixed = mixed.to(given).to(dtype)
+    query_key, value = mixed.split_with_sizes((2 * num_heads * key_dim, num_heads * value_dim), dim=-1)
+    query, key = l2norm(query_key.view(batch, 2, num_heads, key_dim)).unbind(1)
+    key_row = key.reshape(-1, 1, key_dim)
+    decay = weights.decay(_as(gate_input, dtype).view(batch, num_heads, key_dim))
+    strength = torch.sigmoid(_as(beta_logits, dtype))
+    if weights.beta_scale != 1:
+        strength.mul_(weights.beta_scale)
+
+    kept = state_pool[own]
+    state = _as(kept, dtype).mul_(decay.unsqueeze(-1))
+    matrices = state.view(-1, key_dim, value_dim)
+    predicted = torch.bmm(key_row, matrices)
+    delta = torch.sub(value.reshape(-1, 1, value_dim), predicted).mul_(strength.view(-1, 1, 1))
+    matrices.baddbmm_(key_row.mT, delta)
+    read = torch.bmm(query.reshape(-1, 1, key_dim), matrices).mul_(weights.scale)
+
+    if isinstance(own, slice):
+        before.copy_(windows[:, 1:].mT)
+        if state is not kept:
+            kept.copy_(state)
+    else:
+        conv_pool[own] = windows[:, 1:].mT.to(conv_pool.dtype)
         state_pool[own] = state.to(state_pool.dtype)
-    normed = F.rms_norm(read.to(dtype).view(len(rows), -1, value_dim), (value_dim,), norm_weight.to(dtype), norm_eps)
-    return normed.flatten(1).mul_(torch.sigmoid(output_gate.to(dtype))).to(qkv.dtype)
+    if given != dtype:
+        read = read.to(given).to(dtype)
+    normed = F.rms_norm(read.view(batch, num_heads, value_dim), (value_dim,), weights.norm, weights.norm_eps)
+    return _as(normed.view(batch, -1).mul_(torch.sigmoid(_as(output_gate, dtype))), given)
+
+
+def _as(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Without the call that finds out that there is nothing to do."""
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def _with_whole_rows(x: Tensor) -> Tensor:

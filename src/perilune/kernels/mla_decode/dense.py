@@ -35,3 +35,15 @@ def dense_mla_decode(
     weights = torch.exp(logits_BHT - lse_BH.clamp(min=torch.finfo(dtype).min).unsqueeze(-1))
     o = torch.bmm(weights, rows_BTD[..., :latent_dim])
     return o.masked_fill_((lengths_B == 0).view(-1, 1, 1), 0).to(q_BHD.dtype), lse_BH
+
+
+def attend_rows(
+    q_BHD: Tensor, rows_BTD: Tensor, outside_B1T: Tensor | None, *, latent_dim: int, scale: float
+) -> Tensor:
+    """o [B, H, latent_dim] over latents that are already gathered; `outside` is true at those that do not count."""
+    dtype = torch.float64 if torch.float64 in (q_BHD.dtype, rows_BTD.dtype) else torch.float32
+    rows_BTD = rows_BTD.to(dtype)
+    logits_BHT = torch.bmm(q_BHD.to(dtype) * scale, rows_BTD.mT)
+    if outside_B1T is not None:
+        logits_BHT.masked_fill_(outside_B1T, float("-inf"))
+    return torch.bmm(logits_BHT.softmax(dim=-1), rows_BTD[..., :latent_dim]).to(q_BHD.dtype)

@@ -1,0 +1,199 @@
+"""`perilune rl RECIPE`: reinforcement learning; `perilune rl replay FOLDER` judges what was played again.
+
+The run's folder is that of an ordinary run too: `perilune generate NAME`, `serve`, `export` and `sft` open the newest
+checkpoint of its weights.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from perilune.cli import UserError, _early_flags, _parse, _parse_run, _positional, _print_json, _run_folder, _with_set
+
+if TYPE_CHECKING:
+    import torch
+
+    from perilune.rl.run import Policy
+    from perilune.rl.run_config import RLRunConfig
+
+EXAMPLE = "perilune rl micro_copy"
+
+
+@dataclass(kw_only=True)
+class RLFlags:
+    source: Annotated[str, tyro.conf.arg(name="from")] = ""
+    """The run or model folder whose weights it begins with, by name or folder."""
+    resume: bool = False
+    """Continue the run of this name from its last checkpoint."""
+    overwrite: bool = False
+    """Replace the run of this name."""
+    toggle: bool = False
+    """Alternate between budgeted and free phases (--groups.toggle.period and others set it)."""
+    runs: str = "runs"
+    """Folder that holds runs."""
+    set: tuple[str, ...] = ()
+    """Fields by path with a JSON value, for what has no flag: --set 'environments.logic={"people": 4}'"""
+    json: bool = False
+    """Print the summary as JSON."""
+    quiet: bool = False
+    """No progress bar and no lines in between."""
+
+
+def rl_verb(arguments: list[str]) -> None:
+    """Reinforcement learning with verifiable rewards; every field of the recipe is a flag."""
+    if arguments[:1] == ["replay"]:
+        replay_verb(arguments[1:])
+        return
+    from perilune.recipes.rl import RL_RECIPES
+
+    expected = f"one of {', '.join(RL_RECIPES)}, a run to resume, or replay"
+    name, rest = _positional(arguments, "RECIPE", expected, EXAMPLE)
+    early = _early_flags(RLFlags, rest)
+    default, runs = _default(name, early)
+    from perilune.rl.run import train_policy
+    from perilune.rl.run_config import RLRunConfig, check
+
+    flags, config = _parse_run(
+        f"perilune rl {name}",
+        "Reinforcement learning with verifiable rewards; every field of the recipe is a flag.\n\n"
+        f"example: perilune rl {name} --iterations 20 --learner.optimizer.lr 1e-3",
+        RLFlags,
+        RLRunConfig,
+        _with_set(default, early.set),
+        rest,
+    )
+    if flags.source:
+        config = replace(config, start_from=str(_run_folder(flags.source, runs)))
+    check(config, config.environments.chosen())  # before a large model is read
+    folder = Path(runs) / config.name
+    config, policy = _policy(config, folder, resume=flags.resume, quiet=flags.quiet or flags.json)
+    summary = train_policy(
+        config,
+        policy,
+        folder,
+        resume=flags.resume,
+        overwrite=flags.overwrite,
+        quiet=flags.quiet or flags.json,
+    )
+    _print_json(summary) if flags.json else print(summary_text(summary))
+
+
+def _default(name: str, flags: RLFlags) -> tuple["RLRunConfig", str]:
+    """A recipe's config, or when resuming that of the run itself; and the folder that holds the run."""
+    from perilune.recipes.rl import rl_recipe
+    from perilune.rl.lengths import ToggleConfig
+    from perilune.rl.run import RL_CONFIG
+    from perilune.rl.run_config import read_config
+
+    config, runs = None, flags.runs
+    if flags.resume:
+        for folder in (Path(flags.runs) / name, Path(name)):
+            if config is None and (folder / RL_CONFIG).exists():
+                config, runs = read_config(folder / RL_CONFIG), str(folder.parent)
+    if config is None:
+        config = rl_recipe(name)
+    if flags.toggle and config.rl.groups.toggle is None:
+        groups = replace(config.rl.groups, toggle=ToggleConfig())
+        config = replace(config, rl=replace(config.rl, groups=groups))
+    return config, runs
+
+
+def _policy(
+    config: "RLRunConfig", folder: Path, *, resume: bool, quiet: bool
+) -> tuple["RLRunConfig", "Policy"]:  # fmt: skip
+    """What the run begins with, and the config with the budgets of pictures that belong to it."""
+    from perilune.data.tokenizer import Tokenizer
+    from perilune.rl.run import Policy, check_free
+    from perilune.rl.tiny_model import taught, tiny_config, tiny_tokenizer
+    from perilune.train.progress import DataProgress
+    from perilune.train.run_folder import TOKENIZER, build_model, read_config
+    from perilune.train.trainer import pick_device
+
+    device = pick_device(config.device, "--device")
+    if resume:
+        check_free(folder, resume=True, overwrite=False)
+        run = read_config(folder)
+        return config, Policy(model=build_model(run, device), tokenizer=Tokenizer.load(folder / TOKENIZER), run=run)
+    if config.start_from:
+        return _opened(config, device)
+    run, tokenizer = tiny_config(config.name, seed=config.rl.seed), tiny_tokenizer()
+    assert config.environments.copying is not None  # checked before
+    with DataProgress(quiet=quiet) as progress:
+        model = taught(run, tokenizer, config.environments.copying.letters, progress=progress)
+    return config, Policy(model=model.to(device), tokenizer=tokenizer, run=run)
+
+
+def _opened(config: "RLRunConfig", device: "torch.device") -> tuple["RLRunConfig", "Policy"]:
+    from perilune.cli_hub import open_model
+    from perilune.rl.run import Policy
+    from perilune.train.run_folder import read_config
+
+    opened = open_model(config.start_from, device=device)
+    run = replace(read_config(Path(config.start_from)), name=config.name, model=opened.model.config)
+    rollout = config.rl.rollout
+    rollout = replace(rollout, talk=replace(rollout.talk, processor=opened.processor))
+    config = replace(config, rl=replace(config.rl, rollout=rollout))
+    return config, Policy(model=opened.model, tokenizer=opened.tokenizer, run=replace(run, start_from=None))
+
+
+def summary_text(summary: Mapping[str, Any]) -> str:
+    """What a person reads at the end."""
+    lines = []
+    for name, after in (summary["after"] or {}).items():
+        before = summary["before"][name]
+        if not after["count"] or not before["count"]:
+            continue
+        line = f"{name}: {_told(before['reward'])} before, {_told(after['reward'])} after"
+        lines.append(f"{line} ({after['count']} test tasks)")
+    if summary["failures"]:
+        told = ", ".join(f"{count} ({kind})" for kind, count in sorted(summary["failures"].items()))
+        lines.append(f"episodes lost: {told}")
+    lines.append(f"{summary['iterations']} iterations; report: {summary['report']}")
+    lines.append(f"the weights open as a run: perilune serve {_shown_name(summary)}")
+    return "\n".join(lines)
+
+
+def _told(interval: Mapping[str, float]) -> str:
+    return f"{interval['mean']:.3f} [{interval['low']:.3f}, {interval['high']:.3f}]"
+
+
+def _shown_name(summary: Mapping[str, Any]) -> str:
+    folder = Path(summary["folder"])
+    return folder.name if folder.parent == Path("runs") else str(folder)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Replay
+
+
+@dataclass(kw_only=True)
+class ReplayFlags:
+    runs: str = "runs"
+    """Folder that holds runs."""
+    json: bool = False
+
+
+def replay_verb(arguments: list[str]) -> None:
+    """Judge the stored episodes of a run again; exit with 1 unless every reward has the same bits."""
+    name, rest = _positional(arguments, "RUN", "a run's name or folder", "perilune rl replay micro_copy")
+    flags = _parse(
+        f"perilune rl replay {name}",
+        "Judge the stored episodes of a run again, from their transcripts, and compare bit by bit.\n\n"
+        f"example: perilune rl replay {name}",
+        ReplayFlags,
+        rest,
+    )
+    from perilune.rl.replay import replay_folder
+
+    found = replay_folder(_run_folder(name, flags.runs))
+    if flags.json:
+        _print_json(found)
+    else:
+        print(f"{found['episodes']:,} episodes in {found['files']:,} files judged again: {found['equal']:,} equal")
+        for line in found["examples"]:
+            print(f"  {line}")
+    if found["equal"] != found["episodes"]:
+        raise UserError(f"{found['episodes'] - found['equal']:,} episodes were judged otherwise than when they ran")

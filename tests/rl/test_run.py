@@ -1,0 +1,266 @@
+"""A whole run in its folder: what it leaves, that it resumes to the same bits, and what does not stop it."""
+
+import asyncio
+import json
+import os
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from perilune.recipes.rl import micro_copy
+from perilune.rl import tiny_model
+from perilune.rl.environment import OUTCOME
+from perilune.rl.environments.arithmetic import Arithmetic
+from perilune.rl.environments.copying import Copying
+from perilune.rl.environments.drawing import Drawing
+from perilune.rl.evaluation import OTHER_PICTURES, read_evaluations
+from perilune.rl.progress import RLProgress
+from perilune.rl.replay import replay_folder
+from perilune.rl.rollout import RolloutConfig, said_nothing
+from perilune.rl.run import Policy, train_policy
+from perilune.rl.run_config import (
+    EnvironmentsConfig,
+    EvaluationConfig,
+    RLRunConfig,
+    RLRunError,
+    check,
+    check_model,
+    plain_config,
+    read_config,
+)
+from perilune.rl.talk import TalkConfig
+from perilune.rl.trajectory import Recording, Trajectory, load_trajectories, save_trajectories
+from perilune.train.interrupt import Interrupted
+from perilune.train.run_config import RunConfig
+from perilune.train.run_folder import RunError, build_model, load_run
+from perilune.train.run_lock import locked
+from tests.serve.tiny import VARIANTS, fresh_model, tokenizer
+
+
+def policy(name: str = "run") -> Policy:
+    """Untaught: what it says does not matter here."""
+    run = tiny_model.tiny_config(name)
+    return Policy(model=build_model(run, torch.device("cpu")), tokenizer=tiny_model.tiny_tokenizer(), run=run)
+
+
+def config(iterations: int = 2, *, deterministic: bool = False, **more) -> RLRunConfig:
+    recipe = micro_copy()
+    rl = replace(
+        recipe.rl,
+        iterations=iterations,
+        checkpoint_every=2,
+        rollout=RolloutConfig(group_size=4, talk=TalkConfig(max_tokens=4)),
+        engine=replace(recipe.rl.engine, deterministic=deterministic),
+        **more.pop("rl", {}),
+    )
+    return replace(recipe, **{"name": "run", "rl": rl, "evaluation": EvaluationConfig(tasks=2, every=2), **more})
+
+
+def records(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
+
+
+def test_a_run_is_opened_like_any_other_run(tmp_path):
+    begun = policy()
+    summary = train_policy(config(), begun, tmp_path / "run", quiet=True)
+    model, opened, run = load_run(tmp_path / "run")
+    for name, value in begun.model.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], value, rtol=0, atol=0, msg=name)
+    assert opened.fingerprint == begun.tokenizer.fingerprint and run.name == "run"
+    assert summary["iterations"] == 2 and Path(summary["report"]).read_text().startswith("<!")
+    assert [record["iteration"] for record in read_evaluations(tmp_path / "run")] == [0, 2]
+    assert "gain" in read_evaluations(tmp_path / "run")[1]["environments"]["copying"]
+
+
+class Stops(Exception):
+    """Stands for a kill."""
+
+
+def test_a_run_that_was_killed_resumes_to_the_same_bits(tmp_path, monkeypatch):
+    settings = config(4, deterministic=True)
+    train_policy(settings, policy(), tmp_path / "whole", quiet=True)
+
+    def killed(self, record):
+        if record["iteration"] == 3:
+            raise Stops  # one iteration after the checkpoint
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RLProgress, "record", killed)
+        with pytest.raises(Stops):
+            train_policy(settings, policy(), tmp_path / "cut", quiet=True)
+    train_policy(settings, policy(), tmp_path / "cut", resume=True, quiet=True)
+    clock = ("seconds", "_per_s", "waiting")
+    whole, cut = (
+        [{key: value for key, value in each.items() if not key.endswith(clock)} for each in records(tmp_path / name)]
+        for name in ("whole", "cut")
+    )
+    assert cut == whole and len(whole) == 4
+    assert [each["gap"] for each in whole] == [0.0] * 4
+    expected, found = (load_run(tmp_path / name)[0].state_dict() for name in ("whole", "cut"))
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=0, msg=name)
+    for number in range(4):
+        first, second = ((tmp_path / name / "trajectories" / f"{number:06d}.jsonl") for name in ("whole", "cut"))
+        assert first.read_bytes() == second.read_bytes()
+    evaluations = [read_evaluations(tmp_path / name) for name in ("whole", "cut")]
+    assert evaluations[0] == evaluations[1]
+
+
+@pytest.mark.parametrize("number,code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_saves_and_says_how_to_go_on(tmp_path, monkeypatch, capsys, number, code):
+    monkeypatch.setattr(RLProgress, "record", lambda self, record: os.kill(os.getpid(), number))
+    with pytest.raises(Interrupted) as stopped:
+        train_policy(config(6), policy(), tmp_path / "run")
+    assert stopped.value.code == code
+    assert "saved at iteration 1; go on with `perilune rl run --resume" in capsys.readouterr().err.replace("\n", " ")
+    monkeypatch.undo()
+    train_policy(config(2), policy(), tmp_path / "run", resume=True, quiet=True)
+    assert [each["iteration"] for each in records(tmp_path / "run")] == [1, 2]
+
+
+def test_two_processes_do_not_write_one_run(tmp_path):
+    with locked(tmp_path / "run"), pytest.raises(RunError, match="another process"):
+        train_policy(config(), policy(), tmp_path / "run", quiet=True)
+    assert not (tmp_path / "run" / "rl.json").exists()
+
+
+def test_a_folder_with_a_run_is_kept_unless_told(tmp_path):
+    settings, folder = config(1), tmp_path / "run"
+    with pytest.raises(RLRunError, match="without --resume"):
+        train_policy(settings, policy(), folder, resume=True, quiet=True)
+    train_policy(settings, policy(), folder, quiet=True)
+    with pytest.raises(RLRunError, match="--overwrite"):
+        train_policy(settings, policy(), folder, quiet=True)
+    rl = settings.rl
+    optimizer = replace(rl.learner.optimizer, lr=1.0)
+    other = replace(settings, rl=replace(rl, iterations=2, learner=replace(rl.learner, optimizer=optimizer)))
+    with pytest.raises(RLRunError, match=r"rl\.learner\.optimizer\.lr"):
+        train_policy(other, policy(), folder, resume=True, quiet=True)
+    before = records(folder)
+    train_policy(settings, policy(), folder, overwrite=True, quiet=True)
+    assert len(records(folder)) == len(before) == 1
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text("{}")
+    with pytest.raises(RLRunError, match="another kind"):
+        train_policy(settings, policy(), tmp_path / "other", overwrite=True, quiet=True)
+
+
+class Troubled(Copying):
+    """Each letter has a trouble of its own."""
+
+    async def episode(self, task, talk):
+        if task.data["letter"] == "b":
+            await asyncio.sleep(3600)
+        if task.data["letter"] == "e":
+            return  # nobody asks the policy: an empty generation
+        if task.data["letter"] == "f":
+            raise RuntimeError("the world is broken")
+        await super().episode(task, talk)
+
+    def judge(self, task, messages):
+        if task.data["letter"] == "a":
+            raise RuntimeError("no verdict")
+        if task.data["letter"] == "c":
+            return {OUTCOME: float("nan")}
+        if task.data["letter"] == "g":
+            time.sleep(30)
+        return {OUTCOME: float(len(str(messages)) % 2)}
+
+
+def test_bad_episodes_are_counted_and_shown_and_the_run_goes_on(tmp_path):
+    settings = config(2, rl={"tasks": 7, "pool": 7}, evaluation=EvaluationConfig(tasks=7))
+    rollout = replace(settings.rl.rollout, episode_seconds=1.0, judge_seconds=1.0)
+    settings = replace(settings, rl=replace(settings.rl, rollout=rollout))
+    environments = {"copying": Troubled(letters="abcdefg")}
+    summary = train_policy(settings, policy(), tmp_path / "run", environments=environments, quiet=True)
+    found = records(tmp_path / "run")
+    expected = {"judge": 4, "hung": 4, "reward": 4, "environment": 4, "judge hung": 4}
+    assert [each["failures"] for each in found] == [expected] * 2
+    assert [(each["episodes"], each["empty"]) for each in found] == [(8, 4)] * 2
+    assert summary["failures"] == {kind: 2 * count for kind, count in expected.items()}
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "Episodes lost" in page and "no verdict" in page and "judge hung" in page
+
+
+def test_a_reply_that_ends_at_once_is_empty():
+    recording = Recording()
+    recording.add([1, 2], [3], [-0.5], 0)
+
+    def played(*messages):
+        return Trajectory(
+            environment="e", task="t", task_data={}, weights={}, sample=0, seed=0, iteration=0,
+            branches=tuple(recording.branches), messages=messages, facets={}, reward=0.0, finish="stop",
+        )  # fmt: skip
+
+    user = {"role": "user", "content": "a"}
+    assert said_nothing(played(user, {"role": "assistant", "content": ""}))
+    assert not said_nothing(played(user, {"role": "assistant", "content": "b"}))
+    assert not said_nothing(played(user, {"role": "assistant", "tool_calls": [{"id": "1"}]}))
+
+
+def test_stored_episodes_are_judged_again_and_a_changed_reward_is_found(tmp_path):
+    train_policy(config(1), policy(), tmp_path / "run", quiet=True)
+    found = replay_folder(tmp_path / "run")
+    assert found["episodes"] == found["equal"] == 16 + 2 * 2 and found["files"] == 3
+    path = tmp_path / "run" / "trajectories" / "000000.jsonl"
+    changed = load_trajectories(path)
+    changed[3] = replace(changed[3], reward=np.nextafter(changed[3].reward, 2.0).item())
+    save_trajectories(path, changed)
+    found = replay_folder(tmp_path / "run")
+    assert found["equal"] == found["episodes"] - 1 and "sample 3" in found["examples"][0]
+
+
+def test_pictures_are_also_tested_with_those_of_other_tasks(tmp_path):
+    model = fresh_model("pictures", "float32")
+    run = replace(tiny_model.tiny_config("run"), model=replace(VARIANTS["pictures"], compute_dtype="float32"))
+    drawing = Drawing(max_tokens=4)
+    settings = config(
+        1, environments=EnvironmentsConfig(drawing=drawing), start_from="a run", rl={"tasks": 1, "pool": 1}
+    )  # fmt: skip
+    train_policy(settings, Policy(model=model, tokenizer=tokenizer(), run=run), tmp_path / "run", quiet=True)
+    last = read_evaluations(tmp_path / "run")[-1]
+    assert set(last["environments"]) == {"drawing", "drawing" + OTHER_PICTURES}
+    assert last["environments"]["drawing"]["looking"]["mean"] == 0.0  # nothing that it writes can be drawn
+    assert all(sample["image"] and sample["problem"] for sample in last["samples"])
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "Drawings before and after" in page and "drawing: by looking" in page
+    assert replay_folder(tmp_path / "run")["equal"] == 4 + 2 * 4
+
+
+@pytest.mark.parametrize(
+    "changes,complaint",
+    [
+        ({"environments": EnvironmentsConfig()}, "no environment"),
+        ({"makes_model": False}, "--from RUN"),
+        ({"environments": EnvironmentsConfig(arithmetic=Arithmetic())}, "knows only copying"),
+    ],
+)
+def test_what_does_not_fit_is_said_before_anything_starts(changes, complaint):
+    wrong = replace(config(), **changes)
+    with pytest.raises(RLRunError, match=complaint):
+        check(wrong, wrong.environments.chosen())
+
+
+def test_a_model_that_does_not_fit_is_refused():
+    begun, settings = policy(), config()
+    with pytest.raises(RLRunError, match="vision tower.*drawing_text"):
+        check_model(settings, {"drawing": Drawing()}, begun.model, begun.tokenizer)
+    longest = check_model(settings, {"words": Drawing(ask="words")}, begun.model, begun.tokenizer)
+    engine = replace(settings.rl.engine, max_length=longest["words"] + 3)
+    short = replace(settings, rl=replace(settings.rl, engine=engine))
+    with pytest.raises(RLRunError, match="rollout.talk.max_tokens=4 need"):
+        check_model(short, {"words": Drawing(ask="words")}, begun.model, begun.tokenizer)
+
+
+def test_a_config_comes_back_from_its_file(tmp_path):
+    settings = config(3)
+    (tmp_path / "rl.json").write_text(json.dumps(plain_config(settings)))
+    assert read_config(tmp_path / "rl.json") == settings
+    assert isinstance(policy().run, RunConfig)
+    with pytest.raises(RLRunError, match=r"holds no run"):
+        read_config(tmp_path / "none" / "rl.json")
