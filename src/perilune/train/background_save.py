@@ -57,14 +57,16 @@ class Saves:
             # Whoever presses Ctrl-C twice does not wait for a disk; what is half-written is removed at the next start.
             self._thread.join(AT_ONCE_S if kind is KeyboardInterrupt else self._timeout_s)
 
-    def begin(self, root: Path, *, tensors: Mapping[str, torch.Tensor], **how: Any) -> None:
+    def begin(self, root: Path, *, tensors: Mapping[str, torch.Tensor], last: bool = False, **how: Any) -> None:
         """Start a save with the arguments of checkpoint.save, after the one before; the tensors may change afterwards.
 
-        Raises what went wrong with the one before.
+        Raises what went wrong with the one before. The last one of a run is written here and now: it would be waited
+        for anyway, and a thread that ends while Python does can take the process down with it (torch's own thread-local
+        objects ask for the interpreter's lock then).
         """
         self.wait()
-        if not self._in_background:
-            checkpoint.save(root, tensors=tensors, **how)
+        if last or not self._in_background:
+            checkpoint.save(root, tensors=tensors, group=self._group, **how)
             return
         copies = staged(tensors)
         # A new thread begins on the first GPU; what touches CUDA in it would open a second context there.

@@ -10,12 +10,12 @@ from perilune.train.config_file import to_plain
 from perilune.train.run import Run
 
 
-def save_if_good(run: Run, *, last: bool) -> bool:
+def save_if_good(run: Run, *, last: bool, ends: bool) -> bool:
     """Save, unless that could cost a checkpoint that is known to work; says whether it did.
 
     Between two bad steps nobody knows whether the weights still work, so nothing is written. The last step has no
     better one after it, and resuming would only repeat it: its checkpoint comes beside those that are there. Weights
-    that are not finite themselves are never written.
+    that are not finite themselves are never written. `ends`: the run ends after it, so nobody gains by a thread.
     """
     bad = run.position.bad_in_a_row > 0
     if bad and not last:
@@ -23,7 +23,7 @@ def save_if_good(run: Run, *, last: bool) -> bool:
     if not weights_are_finite(run):
         run.outputs.say(f"the weights of step {run.position.step} are not finite: not saved; {last_good(run)}")
         return False
-    save(run, prune=not bad)
+    save(run, prune=not bad, last=ends)
     return True
 
 
@@ -40,7 +40,7 @@ def weights_are_finite(run: Run) -> bool:
     return not broken
 
 
-def save(run: Run, *, prune: bool) -> None:
+def save(run: Run, *, prune: bool, last: bool) -> None:
     """Begin a save, once the one before has ended on all ranks."""
     finish_saves(run)
     model, optimization = run.model, run.optimization
@@ -63,6 +63,7 @@ def save(run: Run, *, prune: bool) -> None:
         keep_last=run.config.trainer.keep_last if prune else None,
         beside=run.outputs.files(),
         on_phase=run.on_save_phase,
+        last=last,
     )
 
 

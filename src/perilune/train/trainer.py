@@ -144,7 +144,7 @@ def train(
                     write_samples(run)
                     write_pictures(run)
                 if due(at.step, settings.checkpoint_every) or last or stopped_by:
-                    saved = save_if_good(run, last=last)
+                    saved = save_if_good(run, last=last, ends=last or bool(stopped_by))
                     if last or stopped_by:
                         finish_saves(run)
                     if stopped_by and not last:

@@ -32,6 +32,7 @@ from perilune.train.flight_recorder import Operation, Recorded, recorded
 
 EXIT_CODE = 75
 """EX_TEMPFAIL: trying again may help."""
+JOIN_S = 2.0
 WAITING = (os.path.join("torch", "distributed"), os.path.join("torch", "autograd"))
 """Where the main thread of a rank is that waits for others; collectives of a backward pass run inside autograd."""
 
@@ -77,6 +78,8 @@ class Watchdog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(JOIN_S)  # one that ends while Python does could take the process down with it
 
     def stop(self) -> None:
         """Nobody waits for others any more."""
