@@ -7,7 +7,9 @@ Whoever makes the rows draws the sources through the guard (`perilune.data.pictu
 escaped text beside PNG files. A source that was refused is shown with the reason.
 """
 
+import base64
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from perilune.report.page import Headline, Page, PictureRow, Pictures
 
@@ -35,6 +37,15 @@ def picture_row(
         problem=problem,
         score=", ".join(f"{name} {value:.2f}" for name, value in (score or {}).items()),
     )
+
+
+def png_of(text: Any) -> bytes | None:
+    """The PNG file that a record holds as base64; None for anything else."""
+    try:
+        content = base64.b64decode(text, validate=True)
+    except (TypeError, ValueError):
+        return None
+    return content if content.startswith(b"\x89PNG\r\n\x1a\n") else None
 
 
 def pictures_section(title: str, rows: Sequence[PictureRow], *, text: str = "") -> Pictures:

@@ -5,7 +5,6 @@ with the samples to show), at any time, also while the run goes on or after it w
 fields that a run does not have are fine.
 """
 
-import base64
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from perilune.report.page import Headline, Notes, Page, PictureRow, Plots, Sample, Samples, Section, Table, write_page
-from perilune.report.pictures import picture_row, pictures_section
+from perilune.report.pictures import picture_row, pictures_section, png_of
 from perilune.report.plots import Plot, Series, number, series_from_records, smoothed
 from perilune.report.training import ReportError
 
@@ -343,7 +342,7 @@ def _sample_sections(records: RLRecords) -> list[Section]:
 
 
 def _picture(heading: str, sample: Mapping[str, Any]) -> PictureRow | None:
-    image, drawn = _png(sample.get("image")), _png(sample.get("drawn"))
+    image, drawn = png_of(sample.get("image")), png_of(sample.get("drawn"))
     if image is None:
         return None
     found = {"reward": number(sample.get("reward"))} | {
@@ -357,14 +356,6 @@ def _picture(heading: str, sample: Mapping[str, Any]) -> PictureRow | None:
         problem=str(sample.get("problem") or ""),
         score={key: value for key, value in found.items() if value is not None},
     )
-
-
-def _png(text: Any) -> bytes | None:
-    try:
-        content = base64.b64decode(text, validate=True)
-    except (TypeError, ValueError):
-        return None
-    return content if content.startswith(b"\x89PNG\r\n\x1a\n") else None
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ does not have and steps repeated after a resume are all fine. `environment.json`
 the folder has one, is shown in the header.
 """
 
-import base64
 import json
 import math
 import statistics
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from perilune.report.page import Headline, Notes, Page, PictureRow, Plots, Sample, Samples, Section, Table, write_page
-from perilune.report.pictures import picture_row, pictures_section
+from perilune.report.pictures import picture_row, pictures_section, png_of
 from perilune.report.plots import Plot, Series, Threshold, compact, number, save_png, series_from_records, smoothed
 
 MAX_LABELLED_LAYERS = 6
@@ -349,7 +348,7 @@ def _sample_section(records: RunRecords) -> Samples:
 
 def picture_of(record: Mapping[str, Any]) -> PictureRow | None:
     """A record of what a model drew as a row of a page; None for one that holds no picture."""
-    shown, drawn = _png(record.get("image")), _png(record.get("drawn"))
+    shown, drawn = png_of(record.get("image")), png_of(record.get("drawn"))
     if shown is None:
         return None
     scores = record.get("scores")
@@ -362,14 +361,6 @@ def picture_of(record: Mapping[str, Any]) -> PictureRow | None:
         problem=str(record.get("reason") or ""),
         score={key: value for key, value in known.items() if value is not None},
     )
-
-
-def _png(text: Any) -> bytes | None:
-    try:
-        content = base64.b64decode(text, validate=True)
-    except (TypeError, ValueError):
-        return None
-    return content if content.startswith(b"\x89PNG\r\n\x1a\n") else None
 
 
 def _picture_text(scores: Mapping[str, Any]) -> str:
