@@ -14,6 +14,7 @@ sequences, states once more to write them) over the copy bandwidth measured in t
 benchmarks/results/serve_decode.json.
 """
 
+import gc
 import json
 import time
 from collections.abc import Callable
@@ -135,15 +136,29 @@ def cache_bytes(kind: str, shape: Shape, config: ModelConfig | None, length: int
     return bytes_per_page(config, PAGE) * -(-length // PAGE) + bytes_per_slot(config)
 
 
-def step_of(kind: str, shape: Shape, batch: int, length: int, device: torch.device) -> tuple[Callable[[], Any], int]:
-    """A function that runs one step of `batch` sequences of `length` tokens, and the bytes of the weights."""
-    dtype = "bfloat16" if device.type == "cuda" else "float32"
+def model_of(kind: str, shape: Shape, device: torch.device) -> Decoder | None:
+    """With random weights, made where it runs; None for grouped-query attention, which is made with its cache."""
     if kind == "gqa":
-        peer = GroupedQuery(shape, batch, length, device, getattr(torch, dtype)).eval()
+        return None
+    config = model_config(kind, shape, "bfloat16" if device.type == "cuda" else "float32")
+    with torch.device("meta"):
+        model = Decoder(config)
+    model.to_empty(device=device)
+    for name, parameter in model.named_parameters():
+        parameter.data.fill_(1.0) if "norm" in name else parameter.data.normal_(0.0, 0.02)
+    model.reset_parameters(torch.Generator(device).manual_seed(0))
+    return model
+
+
+def step_of(
+    model: Decoder | None, shape: Shape, batch: int, length: int, device: torch.device
+) -> tuple[Callable[[], Any], int]:
+    """A function that runs one step of `batch` sequences of `length` tokens, and the bytes of the weights."""
+    if model is None:
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        peer = GroupedQuery(shape, batch, length, device, dtype).eval()
         weights = sum(parameter.nbytes for parameter in peer.parameters())
         return _graphed(peer, device), weights
-    config = model_config(kind, shape, dtype)
-    model = Decoder(config, seed=0)
     pages = -(-length // PAGE)
     runner = Runner(
         model, num_pages=batch * pages, page_size=PAGE, num_slots=batch, max_sequences=batch, device=device
@@ -156,13 +171,18 @@ def step_of(kind: str, shape: Shape, batch: int, length: int, device: torch.devi
         for row in range(batch)
     )  # fmt: skip
     plan = StepPlan(shares=shares)
-    weights = sum(parameter.numel() for parameter in model.parameters()) * (2 if dtype == "bfloat16" else 4)
+    weights = sum(parameter.numel() for parameter in model.parameters()) * model.compute_dtype.itemsize
     if device.type == "cuda":  # the device's share of a step: the graph itself, with its numbers in place
         runner.run(plan)
         assert runner._graphs is not None
         (recording,) = runner._graphs._recordings.values()
         assert recording.graph is not None
-        return recording.graph.replay, weights
+        graph = recording.graph
+
+        def replay(keep: Runner = runner) -> None:  # the graph writes into the runner's pools
+            graph.replay()
+
+        return replay, weights
     return lambda: runner.run(plan), weights
 
 
@@ -209,37 +229,42 @@ def main(settings: Settings) -> None:
         lengths, budget = (256, 1024), 4e6
     bandwidth = copy_bandwidth(device)
     rows: list[dict[str, Any]] = []
-    for length in lengths:
-        for kind in settings.kinds:
-            config = None if kind == "gqa" else model_config(kind, shape, "bfloat16")
-            each = cache_bytes(kind, shape, config, length)
+    made = describe_environment(device)
+    for kind in settings.kinds:
+        model = model_of(kind, shape, device)
+        for length in lengths:
+            each = cache_bytes(kind, shape, None if model is None else model.config, length)
             most = min(settings.most_sequences, int(budget // each))
             for batch in dict.fromkeys((1, most)):
                 if batch < 1:
                     continue
-                rows.append(_row(kind, shape, batch, length, each, bandwidth, device, settings))
+                rows.append(_row(kind, model, shape, batch, length, each, bandwidth, device, settings))
                 print(_line(rows[-1]), flush=True)
-                if device.type == "cuda":
-                    torch.cuda.empty_cache()
-    made = describe_environment(device)
-    found = {"tiny": settings.tiny, "copy_bytes_per_s": bandwidth, "memory_gb": budget / 1e9, "rows": rows,
-             "commit": settings.commit or made.get("commit", ""), "environment": made}  # fmt: skip
-    settings.results.parent.mkdir(parents=True, exist_ok=True)
-    settings.results.write_text(json.dumps(found, indent=1) + "\n")
+                rows.sort(key=lambda row: (row["length"], settings.kinds.index(row["kind"]), row["batch"]))
+                found = {"tiny": settings.tiny, "copy_bytes_per_s": bandwidth, "memory_gb": budget / 1e9, "rows": rows,
+                         "commit": settings.commit or made.get("commit", ""), "environment": made}  # fmt: skip
+                settings.results.parent.mkdir(parents=True, exist_ok=True)
+                settings.results.write_text(json.dumps(found, indent=1) + "\n")
+        del model
     print_ratios(rows)
 
 
 def _row(
-    kind: str, shape: Shape, batch: int, length: int, each: int, bandwidth: float, device: torch.device,
-    settings: Settings,
+    kind: str, model: Decoder | None, shape: Shape, batch: int, length: int, each: int, bandwidth: float,
+    device: torch.device, settings: Settings,
 ) -> dict[str, Any]:  # fmt: skip
     row: dict[str, Any] = {"kind": kind, "length": length, "batch": batch, "cache_bytes": each}
     try:
-        step, weights = step_of(kind, shape, batch, length, device)
+        step, weights = step_of(model, shape, batch, length, device)
         seconds = seconds_of(step, device, settings.seconds)
-    except torch.cuda.OutOfMemoryError:
+    except torch.OutOfMemoryError:
         return {**row, "error": "does not fit into memory"}
-    states = 0 if kind == "gqa" else bytes_per_slot(model_config(kind, shape, "bfloat16"))
+    finally:
+        step = None
+        if device.type == "cuda":
+            gc.collect()  # a runner and its graphs refer to each other
+            torch.cuda.empty_cache()
+    states = 0 if model is None else bytes_per_slot(model.config)
     bound = (weights + batch * (each + states)) / bandwidth
     return {
         **row, "ms": 1e3 * seconds, "tokens_per_s": batch / seconds, "bound_ms": 1e3 * bound,
