@@ -88,17 +88,33 @@ class Loop:
         self.grad_clip = config.trainer.grad_clip
         self.model.train()
 
-    def step(self) -> float:
-        """Seconds of one step, the wait for the device included."""
+    def step(self, on_part: Callable[[str], None] = lambda part: None) -> float:
+        """Seconds of one step, the wait for the device included. `on_part` is called where a part of it ends."""
         began = time.perf_counter()
         count = totals(self.batches, self.device, self.parallel)
         losses = forward_backward(self.model, self.batches, count.targets, parallel=self.parallel)
+        on_part("forward_backward")
         norm = self.optimization.clip_gradients(self.grad_clip)
         torch.cat([losses, norm.double()[None]]).tolist()
+        on_part("clip")
         self.optimization.step()
         self.model.after_optimizer_step()
+        on_part("optimizer")
         self.wait()
         return time.perf_counter() - began
+
+    def parts(self) -> dict[str, float]:
+        """Seconds of the parts of one step, with a wait for the device after each."""
+        found: dict[str, float] = {}
+        began = [time.perf_counter()]
+
+        def on_part(part: str) -> None:
+            self.wait()
+            began.append(time.perf_counter())
+            found[part] = began[-1] - began[-2]
+
+        self.step(on_part)
+        return found
 
     def wait(self) -> None:
         if self.device.type == "cuda":
@@ -245,6 +261,7 @@ def kept_bytes(loop: Loop) -> int:
 def measure_fsdp(settings: Settings) -> dict[str, Any]:
     """Plain and spread over one rank in turns, each built anew: the plain loop has no process group around it."""
     times: dict[str, list[float]] = {"plain": [], "fsdp": []}
+    parts: dict[str, list[dict[str, float]]] = {"plain": [], "fsdp": []}
     for _ in range(settings.rounds):
         for name, steps in times.items():
             with world_of_one(settings.device) if name == "fsdp" else plainly():
@@ -252,6 +269,7 @@ def measure_fsdp(settings: Settings) -> dict[str, Any]:
                 for _ in range(2):
                     loop.step()
                 steps += [loop.step() for _ in range(settings.steps)]
+                parts[name] += [loop.parts() for _ in range(2)]
                 del loop
     medians = {name: statistics.median(steps) for name, steps in times.items()}
     return {
@@ -259,6 +277,10 @@ def measure_fsdp(settings: Settings) -> dict[str, Any]:
         "plain_step_s": medians["plain"],
         "fsdp_step_s": medians["fsdp"],
         "slower_by": medians["fsdp"] / medians["plain"] - 1,
+        "parts_s": {
+            name: {part: statistics.median(one[part] for one in each) for part in each[0]}
+            for name, each in parts.items()
+        },
     }
 
 
@@ -319,6 +341,9 @@ def rows_of(result: dict[str, Any]) -> Sequence[tuple[str, str]]:
     if (fsdp := result.get("fsdp")) is not None:
         rows.append(("plain loop", _milliseconds(fsdp["plain_step_s"])))
         rows.append(("FSDP2, one rank", f"{_milliseconds(fsdp['fsdp_step_s'])} ({fsdp['slower_by']:+.1%})"))
+        for part, seconds in fsdp["parts_s"]["fsdp"].items():
+            plain = fsdp["parts_s"]["plain"][part]
+            rows.append((f"  {part}, alone", f"{_milliseconds(plain)} -> {_milliseconds(seconds)}"))
     return rows
 
 

@@ -6,7 +6,11 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
 
 from perilune.kernels.newton_schulz import COEFFICIENTS
 from perilune.kernels.newton_schulz.dense import dense_orthogonalize
@@ -14,6 +18,7 @@ from perilune.kernels.triton_support import HAS_TRITON
 from perilune.optim import Adam, ColumnBlocks, MuonClip, RowBlocks, Stacked, Whole
 from perilune.optim.capture import CapturedStep
 from perilune.optim.matrices import blocks
+from perilune.optim.sharded import ShardedMuonClip
 from tests.optim.small_attention import GroupedAttention
 
 if not HAS_TRITON:
@@ -398,3 +403,26 @@ def test_a_state_moves_between_capturable_and_not():
         give_gradients(third_model, step)
         captured()
     same(third_model, third, other_model, other)
+
+
+@pytest.mark.gpu
+def test_one_rank_that_holds_everything_steps_with_the_bits_of_a_single_process():
+    model, alone = build(capturable=False)
+    torch.manual_seed(0)
+    spread = Model().to("cuda")
+    dist.init_process_group("cuda:nccl,cpu:gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        fully_shard(spread, mesh=init_device_mesh("cuda", (1,)))
+        sharded = ShardedMuonClip.for_model(spread, lr=0.02, qk_clip_tau=2.0)
+        for step in range(3):
+            give_gradients(model, step)
+            for mine, theirs in zip(model.parameters(), spread.parameters(), strict=True):
+                theirs.grad = distribute_tensor(mine.grad.clone(), theirs.device_mesh, theirs.placements)
+            spread.attention.recorder.update(model.attention.recorder.value)
+            alone.step()
+            sharded.step()
+        assert sharded._fused is not None, "the fused passes were not used"
+        for (name, mine), theirs in zip(model.named_parameters(), spread.parameters(), strict=True):
+            assert torch.equal(mine, theirs.full_tensor()), name
+    finally:
+        dist.destroy_process_group()

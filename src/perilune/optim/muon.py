@@ -192,7 +192,10 @@ class MuonClip(torch.optim.Optimizer):
             raw_gradients = [self._gradient_of(parameter) for parameter in parameters]
             states = [self._state_of(parameter) for parameter in parameters]
             settings = self._settings_for(group, parameters[0].device)
-            if group["name"] == MUON and self._fused_update(group, parameters, raw_gradients, states, settings):
+            layouts = [self._layouts[parameter] for parameter in parameters]
+            if group["name"] == MUON and self._fused_update(
+                group, parameters, raw_gradients, states, settings, layouts
+            ):
                 continue
             gradients = [_at_least_float32(gradient) for gradient in raw_gradients]
             # Half-precision parameters are updated in float32 and rounded once.
@@ -267,7 +270,7 @@ class MuonClip(torch.optim.Optimizer):
         return self._settings[key].read(group)
 
     def _why_not_fused(
-        self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor], states: Sequence[dict[str, Tensor]]
+        self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], states: Sequence[dict[str, Tensor]]
     ) -> str | None:
         if parameters[0].device.type != "cuda":
             return "they are not on a GPU"
@@ -286,10 +289,11 @@ class MuonClip(torch.optim.Optimizer):
     def _fused_update(
         self,
         group: dict[str, Any],
-        parameters: Sequence[nn.Parameter],
+        parameters: Sequence[Tensor],
         gradients: Sequence[Tensor],
         states: Sequence[dict[str, Tensor]],
         settings: Tensor | None,
+        layouts: Sequence[Layout],
     ) -> bool:
         """The step of Muon's matrices on a GPU; False where the general path has to do it."""
         if settings is None:
@@ -305,7 +309,6 @@ class MuonClip(torch.optim.Optimizer):
             else:
                 from perilune.optim.fused import FusedMatrices
 
-                layouts = [self._layouts[parameter] for parameter in parameters]
                 fused = FusedMatrices(parameters, gradients, momenta, layouts=layouts, per_head=self.per_head)
         from perilune.kernels.newton_schulz.fast import iterate_normalized
 

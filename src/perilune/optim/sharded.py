@@ -206,6 +206,8 @@ class ShardedMuonClip(MuonClip):
                 weight.copy_(master)
 
     def _muon_step(self, group: dict[str, Any], parameters: Sequence[nn.Parameter]) -> None:
+        if self.world == 1 and self._step_alone(group, parameters):
+            return
         local = {self._muon_indices[self._numbers[parameter]]: self._local(parameter) for parameter in parameters}
         dtype = self.orthogonalize_dtype or fast_dtype(next(iter(local.values())).weight.device.type)
         settings = BucketSettings(
@@ -221,6 +223,17 @@ class ShardedMuonClip(MuonClip):
         steps = [BucketStep(bucket, self.ownership, local, settings) for bucket in self.buckets(frozenset(local))]
         home = [step for step in steps if step.bucket.kind == "home"]
         run_buckets(home, [step for step in steps if step.bucket.kind != "home"])
+
+    def _step_alone(self, group: dict[str, Any], parameters: Sequence[nn.Parameter]) -> bool:
+        """A rank that holds everything steps as a single process on a GPU does; False where that is not possible."""
+        weights = [local_part(parameter) for parameter in parameters]
+        settings = self._settings_for(group, weights[0].device)
+        if settings is None:
+            return False
+        gradients = [gradient for gradient in map(self._local_gradient, parameters) if gradient is not None]
+        states = [{"momentum_buffer": local_part(self._state_of(each)["momentum_buffer"])} for each in parameters]
+        layouts = [self._layouts[parameter] for parameter in parameters]
+        return self._fused_update(group, weights, gradients, states, settings, layouts)
 
     def buckets(self, parameters: frozenset[int] | None = None) -> list[Bucket]:
         """What this rank does for these parameters of the ownership plan (None: all), in order; the kinds and the

@@ -78,6 +78,34 @@ def muon() -> Ladder:
     )
 
 
+def adamw() -> Ladder:
+    """Which AdamW is a fair baseline: one learning rate for all, or a hotter one for embedding, head and vectors?"""
+    rung = dial.rung(WIDTHS[0], source=CORPUS)
+    lr = ADAMW_LR * rung.config.optimizer.lr
+    settings: dict[str, dict[str, Any]] = {
+        "one_lr": {"optimizer.lr": lr},
+        "hot2": {"optimizer.lr": lr, "optimizer.adam_lr": 2 * lr},
+        "hot4": {"optimizer.lr": lr, "optimizer.adam_lr": 4 * lr},
+        "hot8": {"optimizer.lr": lr, "optimizer.adam_lr": 8 * lr},
+        "cool_hot8": {"optimizer.lr": lr / 2, "optimizer.adam_lr": 4 * lr},
+        "warm_hot4": {"optimizer.lr": 2 * lr, "optimizer.adam_lr": 8 * lr},
+        "beta95": {"optimizer.lr": lr, "optimizer.adam_betas": (0.9, 0.95)},
+    }
+    return Ladder(
+        name="adamw",
+        question="Does AdamW want another learning rate for embedding, head and vectors, or a shorter memory?",
+        rungs=(rung,),
+        arms=tuple(
+            Arm(name=name, changes={"model.layer_types": ALL_MLA, "optimizer.kind": "adamw", **changes})
+            for name, changes in settings.items()
+        ),
+        seeds=(0,),
+        horizons=dial.HORIZONS[:1],
+        decay_fraction=dial.DECAY_FRACTION,
+        warmup_fraction=dial.WARMUP_FRACTION,
+    )
+
+
 def attention() -> Ladder:
     """Patterns of Kimi Delta Attention and full attention (MLA) at equal tokens, with MuonClip."""
     patterns = {"mla": ALL_MLA, "3to1": THREE_TO_ONE, "1to1": ONE_TO_ONE, "7to1": SEVEN_TO_ONE, "kda": ALL_KDA}
@@ -174,5 +202,5 @@ def _ladder(name: str, question: str, *arms: Arm, combinations: dict[str, tuple[
 
 
 LADDERS: dict[str, Callable[[], Ladder]] = {
-    function.__name__: function for function in (tiny, muon, attention, residual, together, qk_clip)
+    function.__name__: function for function in (tiny, muon, adamw, attention, residual, together, qk_clip)
 } | {f"probe-{task}": partial(probe_ladder, task) for task in TASKS}

@@ -170,7 +170,8 @@ class Sampler:
         unready = _flat((n, row.stop_ids) for n, row in enumerate(rows) if row.bans_stops)
         if unready is not None:
             logits_NV = logits_NV.clone() if logits_NV is original_NV else logits_NV
-            logits_NV[_index(unready[:, unready[1] < self.vocab_size], device)] = -torch.inf
+            where = _index(unready[:, unready[1] < self.vocab_size], device)
+            logits_NV.index_put_(where, self._nothing.to(logits_NV.dtype))  # a number of the host would be waited for
         return self._constrained(logits_NV, rows)
 
     def _constrained(self, logits_NV: Tensor, rows: Sequence[SamplerRow]) -> tuple[Tensor, dict[int, str]]:

@@ -22,7 +22,7 @@ class OptimizerConfig:
     kind: Literal["muonclip", "adamw"] = "muonclip"
     lr: float = 3e-3
     adam_lr: float | None = None
-    """Learning rate of what MuonClip gives to AdamW; None: `lr`."""
+    """Learning rate of embedding, head and vectors: what MuonClip gives to AdamW; None: `lr`."""
     weight_decay: float = 0.1
     momentum: float = 0.95
     adam_betas: tuple[float, float] = (0.9, 0.95)
@@ -169,6 +169,11 @@ def build_optimization(model: nn.Module, config: OptimizerConfig, parallel: Para
     else:
         if config.kind == "adamw":
             # Distributed MuonClip without a matrix for Muon is AdamW over ranks, with the same names of its state.
+            if config.adam_lr not in (None, config.lr):
+                raise ValueError(
+                    f"optimizer.adam_lr is {config.adam_lr!r} beside lr={config.lr!r}: with kind='adamw' on many ranks "
+                    "there is one learning rate for all; drop adam_lr"
+                )
             everything = {entry.name: Adam(weight_decay=decays) for entry, decays in _decaying(model)}
             options |= {"adam_lr": config.lr, "overrides": everything}
         optimizer = ShardedMuonClip.for_model(
@@ -204,13 +209,11 @@ def _payload_dtype(config: OptimizerConfig, parallel: Parallel) -> torch.dtype:
 
 def _adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
     """AdamW over everything; matrices decay, and of the rest what MuonClip would let decay."""
-    groups = [
-        {
-            "params": [entry.parameter for entry, decays in _decaying(model) if decays is wanted],
-            "weight_decay": config.weight_decay if wanted else 0.0,
-        }
-        for wanted in (True, False)
-    ]
+    grouped: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for entry, decays in _decaying(model):
+        lr = config.lr if config.adam_lr is None or not isinstance(entry.layout, Adam) else config.adam_lr
+        grouped.setdefault((lr, config.weight_decay if decays else 0.0), []).append(entry.parameter)
+    groups = [{"params": found, "lr": lr, "weight_decay": decay} for (lr, decay), found in grouped.items()]
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.adam_betas, eps=1e-8)
 
 

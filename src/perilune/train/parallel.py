@@ -288,7 +288,8 @@ def spread(model: Decoder, config: ParallelConfig, meshes: Meshes) -> None:
         meshes.dense[(*copies, "fsdp")] if copies else meshes.dense["fsdp"],
         meshes.experts[(*copies, "efsdp")] if copies else meshes.experts["efsdp"],
         param_dtype=_param_dtype(config, model),
-        reshard_after_forward=config.reshard_after_forward,
+        # A rank that shares with nobody would free its weights only to copy them again.
+        reshard_after_forward=config.reshard_after_forward and meshes.dense["fsdp"].size() > 1,
     )
 
 
