@@ -40,10 +40,11 @@ MAKEFLAGS += --no-print-directory
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
 
-demo: environment ## train the recipe nano on this machine, sample from it and write runs/nano/report.html
+demo: environment ## train the recipe nano here, sample from it, write runs/nano/report.html; show the released model
 	@echo "== training the recipe nano (at most 5 minutes on 2 cores)"
 	@.venv/bin/perilune train nano --overwrite
 	@echo "== report: runs/nano/report.html"
+	@.venv/bin/python -m perilune.cli_released
 
 test: environment ## lint, import layers, types and all short tests
 	@sh make/check.sh "$(LINT)" "$(IMPORTS)" "$(TYPES)" "$(PYTEST)"

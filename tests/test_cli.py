@@ -229,6 +229,29 @@ def test_help_of_every_verb_has_an_example(capsys: pytest.CaptureFixture[str]) -
     assert "perilune train nano" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "verb, flags",
+    [
+        ("export", {"--to", "--runs"}),
+        ("import", {"--runs", "--json"}),
+        ("train", {"--resume", "--trainer.steps", "--optimizer.lr"}),
+        ("data", {"--rows"}),
+        ("report", {"--png"}),
+        ("generate", {"--prompt"}),
+        ("view", {"--count"}),
+        ("rl", {"--iterations", "--learner.routing-replay"}),
+    ],
+)
+def test_help_without_a_name_shows_the_flags_and_an_example(capsys, verb: str, flags: set[str]) -> None:
+    for asked in ("--help", "-h"):
+        with pytest.raises(SystemExit) as stop:
+            main([verb, asked])
+        assert stop.value.code == 0
+        said = capsys.readouterr().out
+        words = {word.strip(",[]") for word in said.split()}
+        assert flags <= words and f"example: perilune {verb} " in said and "comes first: " in said
+
+
 def test_help_needs_no_torch() -> None:
     code = """
 import sys

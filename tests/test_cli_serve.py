@@ -17,11 +17,12 @@ from typing import Any
 
 import openai
 import pytest
+import torch
 
 from perilune import hub
 from perilune.cli import UserError, main
 from perilune.cli_chat import chat_verb
-from perilune.cli_serve import ServeFlags, _announce, _fetch, _keys, load, serve_verb, served_inside
+from perilune.cli_serve import ServeFlags, _announce, _fetch, _keys, folder_dtype, load, serve_verb, served_inside
 from perilune.data.chat_folder_template import BUILT_IN
 from perilune.train.run_folder import load_run
 from tests.test_cli import TINY
@@ -242,6 +243,14 @@ def test_a_run_and_its_export_are_the_same_model(inside: Path) -> None:
     assert run.model.num_parameters() == folder.model.num_parameters()
     assert (run.is_chat, folder.is_chat, load(inside / "exported", chat=True).is_chat) == (False, False, True)
     assert load(inside / "runs" / "micro", dtype="bfloat16").model.config.compute_dtype == "bfloat16"
+
+
+def test_a_folder_is_read_in_half_precision_for_a_gpu_and_in_float32_for_a_cpu_unless_told(inside: Path) -> None:
+    assert (folder_dtype("auto", "cuda"), folder_dtype("auto", "cpu")) == ("bfloat16", "float32")
+    assert (folder_dtype("float32", "cuda"), folder_dtype("bfloat16", "cpu")) == ("float32", "bfloat16")
+    wide, half = load(inside / "exported", device="cpu"), load(inside / "exported", device="cpu", dtype="bfloat16")
+    assert wide.model.embed_tokens.weight.dtype == torch.float32
+    assert half.model.embed_tokens.weight.dtype == torch.bfloat16 and half.model.config.compute_dtype == "bfloat16"
 
 
 def test_a_chat_in_this_process_continues_as_generate_does(

@@ -36,6 +36,7 @@ usage: perilune <verb> [arguments]
   data RECIPE        look at tokens and packing     perilune data nano
   data collect OUT   build a corpus                 perilune data collect c.jsonl.zst --packages site-packages
   eval RUN           what a run can do              perilune eval nano
+  eval safety URL    how safe a chat model is       perilune eval safety http://127.0.0.1:8000
   report RUN         write the report of a run      perilune report nano
   export RUN         write it for transformers      perilune export nano ./nano-hf --to kimi_linear
   import FOLDER      bring in a released model      perilune import ./Kimi-Linear-48B-A3B-Instruct
@@ -144,7 +145,7 @@ def train_verb(arguments: list[str]) -> None:
     from perilune.recipes import RECIPES
 
     name, rest = _positional(
-        arguments, "RECIPE", f"one of {', '.join(RECIPES)}, or a run to resume", "perilune train nano"
+        arguments, "RECIPE", f"one of {', '.join(RECIPES)}, or a run to resume", "perilune train nano", helps=True
     )
     early = _early_flags(TrainFlags, rest)
     if name == "extend" and not early.resume:
@@ -250,7 +251,7 @@ def data_verb(arguments: list[str]) -> None:
         return
     from perilune.recipes import RECIPES, recipe
 
-    name, rest = _positional(arguments, "RECIPE", f"one of {', '.join(RECIPES)}", "perilune data nano")
+    name, rest = _positional(arguments, "RECIPE", f"one of {', '.join(RECIPES)}", "perilune data nano", helps=True)
     from perilune.train import RunConfig
 
     default = _with_set(recipe(name), _early_flags(DataFlags, rest).set)
@@ -320,7 +321,7 @@ class ReportFlags:
 
 def report_verb(arguments: list[str]) -> None:
     """Write the HTML report of a run again, also of one that is still training."""
-    name, rest = _positional(arguments, "RUN", "a run's name or folder", "perilune report nano")
+    name, rest = _positional(arguments, "RUN", "a run's name or folder", "perilune report nano", helps=True)
     help_text = f"Write the HTML report of a run, also while it trains.\n\nexample: perilune report {name} --png"
     flags = _parse(f"perilune report {name}", help_text, ReportFlags, rest)
     from perilune.report import write_training_report
@@ -464,10 +465,16 @@ VERBS: dict[str, Callable[[list[str]], None]] = {
 # arguments
 
 
-def _positional(arguments: list[str], name: str, expected: str, example: str) -> tuple[str, list[str]]:
-    """The leading positional argument and the rest."""
+def _positional(
+    arguments: list[str], name: str, expected: str, example: str, *, helps: bool = False
+) -> tuple[str, list[str]]:
+    """The leading positional argument and the rest. `helps`: the verb knows its flags without it, so that whoever asks
+    for help alone is shown them, with the argument of the example."""
     if not arguments or arguments[0].startswith("-"):
         if arguments and arguments[0] in ("-h", "--help"):
+            if helps:
+                print(f"{name} comes first: {expected}\n")
+                return example.split()[2], ["--help"]
             print(f"{name} comes first: {expected}\n\nexample: {example}\nall flags: {example.split(' --')[0]} --help")
             raise SystemExit(0)
         _fail(f"{name} is missing: {expected} (example: {example})", code=2)

@@ -1,4 +1,4 @@
-"""`perilune eval RUN`: the command's part of looking at what a run can do."""
+"""`perilune eval RUN`: the command's part of looking at what a run can do; `perilune eval safety` is cli_safety.py."""
 
 import dataclasses
 import sys
@@ -40,7 +40,11 @@ class EvalFlags:
 
 
 def eval_verb(arguments: list[str]) -> None:
-    """What a run can do: bits per byte by domain, copying, loss by position, retrieval."""
+    """What a run can do: bits per byte by domain, copying, loss by position, retrieval; `safety`: see cli_safety."""
+    if arguments[:1] == ["safety"]:
+        from perilune.cli_safety import safety_verb
+
+        return safety_verb(arguments[1:])
     name, rest = _positional(arguments, "RUN", "a run's name or folder", "perilune eval nano")
     help_text = (
         "What a run can do: bits per byte by domain, copying, loss by position, retrieval from long texts.\n\n"

@@ -53,7 +53,8 @@ class GenerateFlags:
 
 def generate_verb(arguments: list[str]) -> None:
     """Continue a prompt with a trained run, streaming; or look at pictures."""
-    name, rest = _positional(arguments, "RUN", "a run's name or folder", 'perilune generate nano --prompt "import os"')
+    example = 'perilune generate nano --prompt "import os"'
+    name, rest = _positional(arguments, "RUN", "a run's name or folder", example, helps=True)
     flags = _parse(
         f"perilune generate {name}",
         "Continue a prompt with a trained run, streaming; or answer about pictures.\n\n"

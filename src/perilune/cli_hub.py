@@ -31,7 +31,7 @@ class ExportFlags:
 def export_verb(arguments: list[str]) -> None:
     """Write a run as a folder that transformers reads."""
     example = "perilune export nano ./nano-hf --to kimi_linear"
-    name, rest = _positional(arguments, "RUN", "a run's name or folder, or a model folder", example)
+    name, rest = _positional(arguments, "RUN", "a run's name or folder, or a model folder", example, helps=True)
     folder = None
     if rest and not rest[0].startswith("-"):
         folder, rest = rest[0], rest[1:]
@@ -45,6 +45,7 @@ def export_verb(arguments: list[str]) -> None:
     )
     from perilune import hub
     from perilune.hub.model_card import RunFacts, model_card
+    from perilune.hub.safety_section import NAMES as SAFETY_FILES
     from perilune.train.progress import DataProgress
 
     source = _run_folder(name, flags.runs)
@@ -64,6 +65,8 @@ def export_verb(arguments: list[str]) -> None:
             processor=opened.processor,
             chat_template=opened.chat_template or hub.builtin_template(),
             card=card,
+            is_chat=opened.is_chat,
+            more_files={name: text for name in SAFETY_FILES if (text := _text(source / name)) is not None},
             progress=lambda done, total: progress("writing weights", done, total),
         )
     if flags.json:
@@ -85,7 +88,8 @@ class ImportFlags:
 def import_verb(arguments: list[str]) -> None:
     """Bring a released model into a folder that the other verbs take."""
     example = "perilune import ./Kimi-Linear-48B-A3B-Instruct"
-    source, rest = _positional(arguments, "FOLDER", "a released model: config.json, safetensors, vocabulary", example)
+    expected = "a released model: config.json, safetensors, vocabulary"
+    source, rest = _positional(arguments, "FOLDER", expected, example, helps=True)
     folder = None
     if rest and not rest[0].startswith("-"):
         folder, rest = rest[0], rest[1:]
@@ -129,6 +133,7 @@ def open_model(name: str, *, runs: str = "runs", device: "str | torch.device" = 
     folder = _run_folder(name, runs)
     if hub.is_model_folder(folder):
         return hub.open_folder(folder, device=device)
+    from perilune.hub.opened import is_chat_run
     from perilune.train.run_folder import load_run
 
     model, tokenizer, config = load_run(folder, device=device)
@@ -138,6 +143,7 @@ def open_model(name: str, *, runs: str = "runs", device: "str | torch.device" = 
         tokenizer=tokenizer,
         processor=_processor(config),
         stop_ids=frozenset({tokenizer.eos_id, tokenizer.special_ids["<|im_end|>"]}),
+        is_chat=is_chat_run(folder),
     )
 
 

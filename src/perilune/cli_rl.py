@@ -1,4 +1,5 @@
-"""`perilune rl RECIPE`: reinforcement learning; `perilune rl replay FOLDER` judges what was played again.
+"""`perilune rl RECIPE`: reinforcement learning; `perilune rl replay FOLDER` judges what was played again, and
+`perilune rl compare RUN RUN ...` sets runs of PARL beside each other.
 
 The run's folder is that of an ordinary run too: `perilune generate NAME`, `serve`, `export` and `sft` open the newest
 checkpoint of its weights.
@@ -16,6 +17,9 @@ from perilune.cli import UserError, _early_flags, _parse, _parse_run, _positiona
 if TYPE_CHECKING:
     import torch
 
+    from perilune.data.tokenizer import Tokenizer
+    from perilune.model import Decoder
+    from perilune.rl.parl import ParlConfig
     from perilune.rl.run import Policy
     from perilune.rl.run_config import RLRunConfig
 
@@ -32,6 +36,8 @@ class RLFlags:
     """Replace the run of this name."""
     toggle: bool = False
     """Alternate between budgeted and free phases (--groups.toggle.period and others set it)."""
+    arm: str = ""
+    """Rewards of an arm of PARL: full, outcome, no_finish, instantiation or blog; --parl.* sets them one by one."""
     runs: str = "runs"
     """Folder that holds runs."""
     set: tuple[str, ...] = ()
@@ -47,10 +53,13 @@ def rl_verb(arguments: list[str]) -> None:
     if arguments[:1] == ["replay"]:
         replay_verb(arguments[1:])
         return
+    if arguments[:1] == ["compare"]:
+        compare_verb(arguments[1:])
+        return
     from perilune.recipes.rl import RL_RECIPES
 
-    expected = f"one of {', '.join(RL_RECIPES)}, a run to resume, or replay"
-    name, rest = _positional(arguments, "RECIPE", expected, EXAMPLE)
+    expected = f"one of {', '.join(RL_RECIPES)}, a run to resume, replay, or compare"
+    name, rest = _positional(arguments, "RECIPE", expected, EXAMPLE, helps=True)
     early = _early_flags(RLFlags, rest)
     default, runs = _default(name, early)
     from perilune.rl.run import train_policy
@@ -70,6 +79,7 @@ def rl_verb(arguments: list[str]) -> None:
     check(config, config.environments.chosen())  # before a large model is read
     folder = Path(runs) / config.name
     config, policy = _policy(config, folder, resume=flags.resume, quiet=flags.quiet or flags.json)
+    workers = None if flags.resume else _workers(config, runs, policy)
     summary = train_policy(
         config,
         policy,
@@ -77,6 +87,7 @@ def rl_verb(arguments: list[str]) -> None:
         resume=flags.resume,
         overwrite=flags.overwrite,
         quiet=flags.quiet or flags.json,
+        workers=workers,
     )
     _print_json(summary) if flags.json else print(summary_text(summary))
 
@@ -98,7 +109,30 @@ def _default(name: str, flags: RLFlags) -> tuple["RLRunConfig", str]:
     if flags.toggle and config.rl.groups.toggle is None:
         groups = replace(config.rl.groups, toggle=ToggleConfig())
         config = replace(config, rl=replace(config.rl, groups=groups))
+    if flags.arm:
+        config = replace(config, rl=replace(config.rl, parl=_arm(name, flags.arm, config.rl.parl)))
     return config, runs
+
+
+def _arm(recipe: str, name: str, parl: "ParlConfig | None") -> "ParlConfig":
+    from perilune.rl.parl import ARMS, arm
+
+    if parl is None:
+        raise UserError(f"--arm {name} is for recipes of PARL, and {recipe} is none: take micro_parl or parl")
+    found = next((each for each in ARMS if each == name.replace("-", "_")), None)
+    if found is None:
+        raise UserError(f"--arm is {name!r}, expected one of {', '.join(ARMS)}")
+    return arm(found, parl)
+
+
+def _workers(config: "RLRunConfig", runs: str, policy: "Policy") -> "tuple[Decoder, Tokenizer] | None":
+    """The model of frozen workers, where it is not that of the policy."""
+    if config.rl.parl is None or not config.rl.parl.workers_from:
+        return None
+    from perilune.cli_hub import open_model
+
+    opened = open_model(config.rl.parl.workers_from, runs=runs, device=policy.model.embed_tokens.weight.device)
+    return opened.model, opened.tokenizer
 
 
 def _policy(
@@ -106,8 +140,8 @@ def _policy(
 ) -> tuple["RLRunConfig", "Policy"]:  # fmt: skip
     """What the run begins with, and the config with the budgets of pictures that belong to it."""
     from perilune.data.tokenizer import Tokenizer
+    from perilune.rl import tiny_model, tiny_swarm
     from perilune.rl.run import Policy, check_free
-    from perilune.rl.tiny_model import taught, tiny_config, tiny_tokenizer
     from perilune.train.progress import DataProgress
     from perilune.train.run_folder import TOKENIZER, build_model, read_config
     from perilune.train.trainer import pick_device
@@ -119,10 +153,15 @@ def _policy(
         return config, Policy(model=build_model(run, device), tokenizer=Tokenizer.load(folder / TOKENIZER), run=run)
     if config.start_from:
         return _opened(config, device)
-    run, tokenizer = tiny_config(config.name, seed=config.rl.seed), tiny_tokenizer()
-    assert config.environments.copying is not None  # checked before
+    seed, letters, gathering = config.rl.seed, config.environments.letters(), config.environments.gathering
     with DataProgress(quiet=quiet) as progress:
-        model = taught(run, tokenizer, config.environments.copying.letters, progress=progress)
+        if gathering is not None:
+            run, tokenizer = tiny_swarm.tiny_config(config.name, seed=seed), tiny_swarm.tiny_tokenizer()
+            model = tiny_swarm.taught(run, tokenizer, environment=gathering, progress=progress)
+        else:
+            assert letters is not None  # checked before
+            run, tokenizer = tiny_model.tiny_config(config.name, seed=seed), tiny_model.tiny_tokenizer()
+            model = tiny_model.taught(run, tokenizer, letters, progress=progress)
     return config, Policy(model=model.to(device), tokenizer=tokenizer, run=run)
 
 
@@ -197,3 +236,36 @@ def replay_verb(arguments: list[str]) -> None:
             print(f"  {line}")
     if found["equal"] != found["episodes"]:
         raise UserError(f"{found['episodes'] - found['equal']:,} episodes were judged otherwise than when they ran")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Compare
+
+
+@dataclass(kw_only=True)
+class CompareFlags:
+    kind: str = "wide"
+    """Kind of tasks whose curves are shown."""
+    out: str = "arms.html"
+    """The page to write."""
+    runs: str = "runs"
+    """Folder that holds runs."""
+
+
+def compare_verb(arguments: list[str]) -> None:
+    """Runs of PARL beside each other: curves and the last fifth of each, as one page."""
+    first_flag = next((place for place, each in enumerate(arguments) if each.startswith("-")), len(arguments))
+    names, rest = arguments[:first_flag], arguments[first_flag:]
+    flags = _parse(
+        "perilune rl compare",
+        "Runs of PARL beside each other, as one page: their arms by the names of the runs.\n\n"
+        "example: perilune rl compare parl parl-outcome --out arms.html",
+        CompareFlags,
+        rest,
+    )
+    if not names:
+        raise UserError("give the runs to compare, first: perilune rl compare RUN RUN --out arms.html")
+    from perilune.report.parl import write_arms_page
+
+    folders = {Path(name).name: _run_folder(name, flags.runs) for name in names}
+    print(write_arms_page(folders, Path(flags.out), kind=flags.kind))

@@ -60,7 +60,8 @@ class ServeFlags:
     admin_key_env: str = "PERILUNE_ADMIN_KEY"
     """Environment variable that may hold that key."""
     chat: bool | None = None
-    """Whether the model was trained to chat; default: one that brings its own chat template was, a run was not."""
+    """Whether the model was trained to chat; default: what its run or folder says, or whether it brings a chat template
+    of its own."""
     page: bool = True
     """Serve the chat page at /."""
     image_hosts: tuple[str, ...] = ()
@@ -70,7 +71,7 @@ class ServeFlags:
     device: str = "auto"
     """"auto" takes the first of cuda, cpu that is there."""
     dtype: Dtype = "auto"
-    """"auto": as a run was trained; a folder in bfloat16 on a GPU and in float32 on a CPU."""
+    """"auto": as a run was trained; a folder in bfloat16 on a GPU, also while it is read, and in float32 on a CPU."""
     runs: str = "runs"
     """Folder that holds runs."""
     json: bool = False
@@ -79,9 +80,8 @@ class ServeFlags:
 
 def serve_verb(arguments: list[str]) -> None:
     """Serve a run or a model folder behind the OpenAI API."""
-    if arguments[:1] in (["-h"], ["--help"]):  # whoever asks for the flags need not have a model yet
-        arguments = [EXAMPLE.split()[-1], *arguments]
-    name, rest = _positional(arguments, "RUN|FOLDER", "a run's name, or a folder of `perilune export`", EXAMPLE)
+    expected = "a run's name, or a folder of `perilune export`"
+    name, rest = _positional(arguments, "RUN|FOLDER", expected, EXAMPLE, helps=True)
     _check_packages()
     from perilune.serve.limits import Limits
     from perilune.serve.sizing import EngineConfig
@@ -189,12 +189,12 @@ def load(
     from perilune.train.trainer import pick_device
 
     place = pick_device(device, "--device")
-    loaded = _load_folder(folder, place) if _is_model_folder(folder) else _load_run(folder, place)
-    is_run = not _is_model_folder(folder)
-    if dtype != "auto":
-        loaded.model.set_compute_dtype(dtype)
-    elif not is_run and place.type == "cuda":
-        loaded.model.set_compute_dtype("bfloat16")
+    if _is_model_folder(folder):
+        loaded = _load_folder(folder, place, folder_dtype(dtype, place.type))
+    else:
+        loaded = _load_run(folder, place)
+        if dtype != "auto":
+            loaded.model.set_compute_dtype(dtype)
     return Loaded(
         name=name or loaded.name,
         model=loaded.model,
@@ -213,9 +213,17 @@ def _is_model_folder(folder: Path) -> bool:
         return False
 
 
+def folder_dtype(dtype: Dtype, device_type: str) -> Literal["float32", "bfloat16"]:
+    """What a model folder is read in."""
+    if dtype != "auto":
+        return dtype
+    return "bfloat16" if device_type == "cuda" else "float32"
+
+
 def _load_run(folder: Path, device: Any) -> Loaded:
     from perilune.data.images import ProcessorConfig
     from perilune.data.media import PATCH_SIZE
+    from perilune.hub.opened import is_chat_run
     from perilune.train.run_folder import load_run
 
     model, tokenizer, config = load_run(folder, device=device)
@@ -225,16 +233,15 @@ def _load_run(folder: Path, device: Any) -> Loaded:
         most = max(width * height for width, height in config.data.vision.scenes.sizes) // PATCH_SIZE**2
         processor = ProcessorConfig(max_patches=most, max_patches_per_frame=most)
     name = folder.resolve().name
-    return Loaded(
-        name=name, model=model, tokenizer=tokenizer, processor=processor, template=None, is_chat=chat is not None
-    )
+    is_chat = is_chat_run(folder)
+    return Loaded(name=name, model=model, tokenizer=tokenizer, processor=processor, template=None, is_chat=is_chat)
 
 
-def _load_folder(folder: Path, device: Any) -> Loaded:
+def _load_folder(folder: Path, device: Any, dtype: Literal["float32", "bfloat16"]) -> Loaded:
     from perilune.data.chat_folder_template import FolderTemplate
     from perilune.hub import open_folder
 
-    opened = open_folder(folder, device=device)
+    opened = open_folder(folder, device=device, dtype=dtype)
     source = opened.chat_template
     return Loaded(
         name=opened.name,
@@ -242,7 +249,7 @@ def _load_folder(folder: Path, device: Any) -> Loaded:
         tokenizer=opened.tokenizer,
         processor=opened.processor,
         template=None if source is None else FolderTemplate(source, name=str(folder)),
-        is_chat=source is not None,  # our own export writes our own template, whatever the run was trained on
+        is_chat=opened.is_chat,
     )
 
 
@@ -334,18 +341,16 @@ def _check_place(flags: ServeFlags, keys: "Keys") -> None:
 
 
 def _fetch(hosts: tuple[str, ...]) -> "Fetch | None":
-    """What fetches pictures: the guard of agents' tools (public addresses only) around the server's own client."""
+    """What fetches pictures, from public addresses only."""
     if not hosts:
         return None
-    from perilune.serve.image_urls import WebGuard, image_fetcher
-    from perilune.swarm.tools.network import NetworkPolicy, PublicResolver, checked
+    from perilune.public_web import NetworkPolicy
+    from perilune.serve.image_urls import image_fetcher
 
     try:
-        policy = NetworkPolicy(allow=None if "*" in hosts else hosts)
+        return image_fetcher(NetworkPolicy(allow=None if "*" in hosts else hosts))
     except ValueError as error:
         raise UserError(f"--image-hosts: {error}") from None
-    guard = WebGuard(check=lambda url, base: checked(url, policy, base=base), addresses=PublicResolver().addresses)
-    return image_fetcher(guard)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -469,8 +474,9 @@ def _quiet_libraries() -> None:
 
 
 @contextmanager
-def served_inside(name: str, *, runs: str, device: str) -> Iterator[tuple[str, str]]:
-    """A run or folder behind an address of this machine and a key that nobody else has: (address, key)."""
+def served_inside(name: str, *, runs: str, device: str, sequences: int = 1) -> Iterator[tuple[str, str]]:
+    """A run or folder behind an address of this machine and a key that nobody else has: (address, key). `sequences`:
+    how many answers it writes at a time."""
     _check_packages()
     folder = model_folder(name, runs)
     from perilune.serve.api import ServerConfig
@@ -483,7 +489,7 @@ def served_inside(name: str, *, runs: str, device: str) -> Iterator[tuple[str, s
     _quiet_libraries()
     with _waiting(f"reading {folder}", quiet=False):
         loaded = load(folder, device=device)
-        engine = _engine(loaded, EngineConfig(max_sequences=1, num_snapshots=4, memory_gib=1.0))
+        engine = _engine(loaded, EngineConfig(max_sequences=sequences, num_snapshots=4, memory_gib=1.0))
     key = secrets.token_urlsafe(32)
     config = ServerConfig(
         keys=Keys(api=(key,)),

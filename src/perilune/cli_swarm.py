@@ -3,20 +3,17 @@
 import asyncio
 import json
 import os
-import shutil
 import signal
 import sys
 import time
 from collections.abc import Coroutine
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any, Literal
 
 from perilune.cli import UserError, _fail, _nearest, _parse, _positional, _print_json
 
 STEPS = ("run", "resume", "demo", "view", "replay", "audit", "traces", "spans", "list", "pins")
-DEMO_TASK = "Which moons have an ocean under their ice, and who discovered each of them?"
 
 
 @dataclass(kw_only=True)
@@ -84,29 +81,9 @@ class ResumeFlags:
 
 
 @dataclass(kw_only=True)
-class DemoFlags:
-    docs: str | None = None
-    """Folder of documents to search; default: a few about moons, which ship with the package."""
-    task: str = DEMO_TASK
-    out: str | None = None
-    """Folder of the run; default: runs/swarm/demo, replaced each time."""
-    view: bool = False
-    json: bool = False
-    quiet: bool = False
-
-
-@dataclass(kw_only=True)
 class ReplayFlags:
     speed: float = 1.0
     json: bool = False
-
-
-@dataclass(kw_only=True)
-class AuditFlags:
-    out: str | None = None
-    """File for the export, one JSON object a line; default: standard output."""
-    contents: bool = False
-    """With the stored results themselves, not only their hashes."""
 
 
 @dataclass(kw_only=True)
@@ -198,40 +175,21 @@ def _resume(arguments: list[str]) -> None:
 
 
 def _demo(arguments: list[str]) -> None:
-    text = (
-        "Researchers, fact checkers and a writer answer a question from local documents. The model is scripted: it "
-        "ships with the package, needs no key and no network, and quotes instead of thinking."
-    )
-    flags = _parse("perilune swarm demo", f"{text}\n\nexample: perilune swarm demo --view", DemoFlags, arguments)
-    from perilune.swarm.scripted import Behaviour, start_server
-    from perilune.swarm.session import Settings
+    from perilune.cli_swarm_demo import demo_step
 
-    folder = Path(flags.out) if flags.out else Path("runs") / "swarm" / "demo"
-    if flags.out is None and folder.exists():
-        shutil.rmtree(folder)
-    if not flags.json:
-        print("The model of this demonstration is scripted: a program that quotes documents, not a neural network.")
-    with resources.as_file(resources.files("perilune.swarm") / "demo") as shipped:
-        with start_server("demo", {}, Behaviour(latency=(0.05, 0.3))) as server:
-            settings = Settings(
-                model="scripted",
-                base_url=server.base_url,
-                api_key_env=None,
-                docs=flags.docs or str(shipped),
-                tools=("search_documents", "read_document"),
-            )
-            _conduct(flags.task, folder, settings, flags)
+    demo_step(arguments)
 
 
-def _conduct(task: str | None, folder: Path, settings: Any, flags: Any) -> None:
+def _conduct(task: str | None, folder: Path, settings: Any, flags: Any, **more: Any) -> None:
+    """Run, show and tell how it ended; `more` goes to `session.conduct`."""
     from perilune.swarm.client import ModelError
     from perilune.swarm.session import conduct
 
     def say(text: str) -> None:
         print(text, file=sys.stderr)
 
-    quiet = flags.quiet or flags.json
-    work = conduct(task, folder, settings, view=flags.view, quiet=quiet, port=getattr(flags, "port", 0), say=say)
+    quiet, port = flags.quiet or flags.json, getattr(flags, "port", 0)
+    work = conduct(task, folder, settings, view=flags.view, quiet=quiet, port=port, say=say, **more)
     try:
         result = _until_interrupted(work)
     except ModelError as error:
@@ -373,32 +331,9 @@ def _replay(arguments: list[str]) -> None:
 
 
 def _audit(arguments: list[str]) -> None:
-    example = "perilune swarm audit runs/swarm/demo --out audit.jsonl"
-    name, rest = _positional(arguments, "RUN", "the folder of a run", example)
-    text = (
-        "Verify the journal of a run and export it with what deserves a look; exits with 1 when it was tampered with."
-    )
-    flags = _parse(f"perilune swarm audit {name}", f"{text}\n\nexample: {example}", AuditFlags, rest)
-    from perilune.swarm.audit import audit_lines
-    from perilune.swarm.journal.seal import load_or_create_key, state_folder
-    from perilune.swarm.session import place_of
+    from perilune.cli_audit import audit_step
 
-    place = place_of(_folder(name))
-    report = place.verify(load_or_create_key(), heads=state_folder() / "heads")
-    with place.reader() as reader:
-        lines = audit_lines(reader, report, contents=flags.contents)
-        if flags.out is None:
-            for line in lines:
-                sys.stdout.write(line.decode())
-        else:
-            with open(flags.out, "wb") as file:
-                file.writelines(lines)
-    for problem in report.problems:
-        print(f"perilune: {problem}", file=sys.stderr)
-    state = "intact" if report.intact else f"{len(report.problems) + report.more_problems} problems"
-    print(f"{report.events:,} events on {report.chains} chains, {report.artefacts} results: {state}", file=sys.stderr)
-    if not report.intact:
-        raise SystemExit(1)
+    audit_step(arguments)
 
 
 @dataclass(kw_only=True)

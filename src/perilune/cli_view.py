@@ -32,7 +32,8 @@ class ViewFlags:
 
 def view_verb(arguments: list[str]) -> None:
     """Write a page of samples of a run."""
-    name, rest = _positional(arguments, "RUN", "a run's name or folder", "perilune view nano --out samples.html")
+    example = "perilune view nano --out samples.html"
+    name, rest = _positional(arguments, "RUN", "a run's name or folder", example, helps=True)
     help_text = (
         "Write a page of samples: held-out pictures with what the model makes of them, and texts it continues.\n\n"
         f"example: perilune view {name} --count 48 --out samples.html"

@@ -13,12 +13,14 @@ from hypothesis import strategies as st
 
 from perilune.data import generated
 from perilune.data.tokenizer import (
+    KIMI_PATTERN,
     LONG_TEXT,
     MIN_VOCAB_SIZE,
     SPECIAL_TOKENS,
     StreamDecoder,
     Tokenizer,
     TokenizerError,
+    _parts,
 )
 
 TEXTS = [text for _, text in generated.generate(seed=0, num_documents=60)]
@@ -46,6 +48,59 @@ def test_decode_of_encode_is_the_text(text: str) -> None:
 def test_a_long_text_is_the_same_tokens_as_a_short_one(text: str) -> None:
     long = text * (LONG_TEXT // len(text) + 1)
     assert TOKENIZER.encode(long) == TOKENIZER._core.encode(long, add_special_tokens=False).ids
+
+
+# Everything that stands at, before or behind a place where a text may be cut
+NEAR_BORDERS = st.lists(
+    st.one_of(
+        TRICKY,
+        st.sampled_from(
+            [" ", "  ", "\n", " \n  x", "a.", "a,b", "a。\n", "中文，字", "x's y", "DON'T ", "1234 5", "12.5",
+             "e\u0301 a", "_a b", "ǅ a", "ª ", "²\t", "一二 ", "a\u0301.", "a\x1c", "\u2028", "a\u200d b", "A'll.b",
+             ")a)", '"q"']
+        ),
+    ),
+    min_size=1,
+    max_size=30,
+).map("".join)  # fmt: skip
+
+
+def kimi() -> Tokenizer:
+    parts = json.loads(TOKENIZER.to_json())
+    parts["pre_tokenizer"]["pretokenizers"][0]["pattern"] = {"Regex": KIMI_PATTERN}
+    return Tokenizer.from_json(json.dumps(parts))
+
+
+@pytest.mark.parametrize("tokenizer", [TOKENIZER, kimi()], ids=["own", "kimi"])
+@given(text=NEAR_BORDERS.filter(bool), size=st.integers(1, 9))
+def test_a_text_that_is_cut_at_borders_has_the_tokens_of_the_whole(tokenizer: Tokenizer, text: str, size: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("perilune.data.tokenizer.PART", size)
+        parts = list(_parts(text))
+    assert "".join(parts) == text
+
+    def pieces(given: str) -> list[str]:
+        """What merges stay inside of, whatever merges there are."""
+        return [piece for piece, _ in tokenizer._core.pre_tokenizer.pre_tokenize_str(given)]
+
+    assert [piece for part in parts for piece in pieces(part)] == pieces(text)
+    whole = tokenizer._core.encode(text, add_special_tokens=False).ids
+    assert [token for part in parts for token in tokenizer._core.encode(part, add_special_tokens=False).ids] == whole
+
+
+def test_megabytes_of_text_are_encoded_in_a_few_times_their_size() -> None:
+    code = """
+import resource, sys
+from perilune.data.tokenizer import Tokenizer
+tokenizer = Tokenizer.train(["The moon turns around the earth.\\n"], 300)
+tokenizer.encode("The moon " * 2000)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+ids = tokenizer.encode("The moon turns around the earth.\\n" * 100_000)
+print(len(ids), (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+"""
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    count, grown = map(int, said.split())
+    assert count > 300_000 and grown < 40 * 3_300_000
 
 
 def test_other_threads_run_while_a_long_text_is_encoded() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from perilune import hub
 from perilune.data import Tokenizer
@@ -18,6 +18,7 @@ from perilune.data.media import media_tokens, pad_positions
 from perilune.hub import model_card, tensor_files
 from perilune.hub.export import generation_config
 from perilune.hub.model_card import RunFacts
+from perilune.hub.opened import is_chat_run
 from perilune.model import Decoder, KDAConfig, MediaInput, ModelConfig, RopeConfig, SamplingConfig, generate
 from tests.hub.released import TEXTS
 from tests.hub.test_modeling import KINDS, MLA_ROPE, VISION, randomized
@@ -238,3 +239,75 @@ def test_facts_of_a_broken_folder_are_what_can_be_read(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"kind": "valid", "loss": 1.0}\n{"kind": "va')
     found = RunFacts.of(tmp_path)
     assert found.config == {} and found.last("valid") == {"kind": "valid", "loss": 1.0}
+
+
+# --- dtype and chat ---------------------------------------------------------------------------------------------------
+
+
+def test_weights_stored_in_half_precision_are_opened_so_bit_for_bit_and_in_float32_by_default(tmp_path: Path) -> None:
+    model = randomized(small(replace(BASE, moe=MOE)))
+    hub.export_model(model, tmp_path / "wide", tokenizer=TOKENIZER)
+    stored = {
+        name: tensor.to(torch.bfloat16) for name, tensor in load_file(tmp_path / "wide/model.safetensors").items()
+    }
+    save_file(stored, tmp_path / "wide/model.safetensors")
+    wide, half = (hub.open_folder(tmp_path / "wide", dtype=dtype).model for dtype in ("float32", "bfloat16"))
+    assert {each.dtype for each in wide.parameters()} == {torch.float32}
+    assert (wide.compute_dtype, half.compute_dtype) == (torch.float32, torch.bfloat16)
+    kinds = {name: each.dtype for name, each in half.named_parameters()}
+    assert kinds["embed_tokens.weight"] == kinds["layers.1.mlp.experts.down_proj"] == torch.bfloat16
+    assert kinds["layers.1.mlp.gate.weight"] == kinds["norm.weight"] == torch.float32  # as a server keeps them
+    halves = {dtype: sum(p.numel() for p in half.parameters() if p.dtype == dtype) for dtype in set(kinds.values())}
+    assert halves[torch.bfloat16] > 20 * halves[torch.float32]
+    for name, value in wide.state_dict().items():
+        assert torch.equal(half.state_dict()[name].float(), value), name
+    with torch.no_grad():
+        tokens = random_tokens(model, 1, 9)
+        wide.set_compute_dtype("bfloat16")
+        assert torch.equal(half(tokens), wide(tokens))  # rounded once, or at every use
+
+
+@pytest.mark.parametrize("is_chat", [True, False])
+def test_an_export_says_whether_it_was_trained_to_chat_and_an_import_of_it_too(is_chat: bool, tmp_path: Path) -> None:
+    model = Decoder(small(BASE), seed=0)
+    template = hub.builtin_template()
+    hub.export_model(model, tmp_path / "out", tokenizer=TOKENIZER, chat_template=template, is_chat=is_chat)
+    hub.import_folder(tmp_path / "out", tmp_path / "in")
+    for folder in ("out", "in"):
+        opened = hub.open_folder(tmp_path / folder)
+        assert opened.is_chat == is_chat and opened.chat_template is None
+        assert transformers.AutoTokenizer.from_pretrained(tmp_path / folder, trust_remote_code=True).chat_template
+    (tmp_path / "in" / "chat_template.jinja").write_text("{{ messages }}")
+    assert hub.open_folder(tmp_path / "in").is_chat, "whoever brings a template of its own chats"
+
+
+def test_the_card_of_a_chat_model_says_so_and_its_program_asks_with_the_template(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = randomized(small(KINDS["plain"]))
+    config = {"data": {"chat": {"sources": ["chats.jsonl"]}}}
+    facts = RunFacts(config=config, is_chat=True)
+    card = model_card.model_card("talker", model, "kimi_linear", facts)
+    assert "- conversational" in card and "A chat model of" in card and "perilune chat ." in card
+    assert "not to follow instructions" not in card
+    plain = model_card.model_card("reader", model, "kimi_linear", RunFacts(config={"data": {}}))
+    assert "conversational" not in plain and "not to follow instructions" in plain
+    hub.export_model(
+        model, tmp_path / "out", tokenizer=TOKENIZER, chat_template=hub.builtin_template(), card=card, is_chat=True
+    )  # fmt: skip
+    monkeypatch.chdir(tmp_path / "out")
+    program = re.findall(r"```python\n(.*?)```", card, flags=re.DOTALL)[0]
+    exec(compile(program, "README.md", "exec"), {})
+    assert capsys.readouterr().out.startswith("<|im_user|>user<|im_middle|>Hello<|im_end|>")
+
+
+def test_runs_of_dialogues_and_of_rewards_are_chat_runs(tmp_path: Path) -> None:
+    assert not is_chat_run(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"data": {"chat": None}}))
+    assert not is_chat_run(tmp_path) and not RunFacts.of(tmp_path).is_chat
+    (tmp_path / "config.json").write_text(json.dumps({"data": {"chat": {"sources": []}}}))
+    assert is_chat_run(tmp_path) and RunFacts.of(tmp_path).is_chat
+    (tmp_path / "config.json").write_text("broken")
+    assert not is_chat_run(tmp_path)
+    (tmp_path / "rl.json").write_text("{}")
+    assert is_chat_run(tmp_path)

@@ -51,6 +51,14 @@ def test_a_known_key_takes_addresses_and_constants_in_order_straight_to_the_comp
     assert kernel.compiled.calls == [((5, 1, 1), (addresses, out.data_ptr(), 7, 8, True))]
 
 
+def test_a_grid_of_several_dimensions_is_filled_up_to_three() -> None:
+    kernel, source, out = Kernel(), torch.zeros(64), torch.zeros(64)
+    for grid in ((3, 2), (5, 4)):
+        launch(kernel, grid, ((source, out), out, 7), ("key",), CONSTANTS)
+    assert kernel.calls[0][0] == (3, 2)
+    assert kernel.compiled.calls[0][0] == (5, 4, 1)
+
+
 class Elsewhere(torch.Tensor):
     """As if on another device, for which the compiled kernel has no address."""
 

@@ -269,6 +269,32 @@ def test_stacked_projections_equal_separate_ones() -> None:
     torch.testing.assert_close(projections(x, weights), separate)
 
 
+def test_weights_that_were_rounded_on_their_way_get_gradients_in_their_own_dtype() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 5, 8, device=DEVICE, dtype=torch.bfloat16)
+    weights = [torch.randn(rows, 8, device=DEVICE, dtype=torch.bfloat16, requires_grad=True) for rows in (3, 4)]
+    y, used = torch.ops.perilune.projections(x, weights)
+    assert used.dtype == torch.bfloat16
+    ours = torch.autograd.grad(y.float().square().sum(), weights)
+    twins = [weight.detach().float().requires_grad_() for weight in weights]
+    products = torch.cat([x.float() @ weight.T for weight in twins], dim=-1)
+    right = torch.autograd.grad(products.square().sum(), twins)
+    for mine, expected in zip(ours, right, strict=True):
+        assert mine.dtype == torch.bfloat16
+        torch.testing.assert_close(mine.float(), expected, rtol=0.05, atol=0.05 * float(expected.abs().max()))
+
+
+@pytest.mark.gpu
+def test_half_precision_weights_take_the_one_operator_in_training_only() -> None:
+    layer = latent_layer(MLAConfig())
+    x = torch.randn(1, 3, 10, device="cuda", dtype=torch.bfloat16)
+    for linear in (layer.q_proj, layer.kv_a_proj_with_mqa, layer.kv_b_proj):
+        linear.weight.data = linear.weight.data.bfloat16()
+    assert layer._takes_inputs_at_once(x, None)
+    with torch.no_grad():
+        assert not layer._takes_inputs_at_once(x, None)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("full_rank", [False, True])
 def test_a_bfloat16_layer_stays_near_float32_and_compiles(full_rank) -> None:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from perilune.model import MixtureOfExperts
-from perilune.model.moe import grouped_linear
+from perilune.model.moe import every_linear, grouped_linear
 from tests.model.small_models import MOE, relative_error
 
 
@@ -115,3 +115,10 @@ def test_grouped_linear_takes_empty_groups() -> None:
     counts = torch.tensor([0, 3, 0, 2])
     expected = torch.cat([x[:3] @ weight[1].T, x[3:] @ weight[3].T])
     torch.testing.assert_close(grouped_linear(x, weight, counts), expected)
+
+
+def test_linear_that_asks_nobody_for_the_length_of_groups_equals_the_grouped_one() -> None:
+    torch.manual_seed(0)
+    counts, weight = torch.tensor([0, 3, 0, 1, 4]), torch.randn(5, 6, 7, dtype=torch.float64)
+    x = torch.randn(8, 7, dtype=torch.float64)
+    torch.testing.assert_close(every_linear(x, weight, counts), grouped_linear(x, weight, counts))

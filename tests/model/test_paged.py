@@ -79,6 +79,16 @@ def test_any_mix_of_decodes_and_chunks_equals_every_sequence_alone(
         torch.testing.assert_close(found[index], expected(name, length, index), **EXACT)
 
 
+@pytest.mark.parametrize("name", ["mla_only_tied", "query_compression_yarn"])
+def test_keys_of_a_long_prefix_are_expanded_piece_by_piece(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("perilune.kernels.attention.continued.PIECE", 5)
+    prompts = [prompt(name, 40, 0), prompt(name, 23, 1)]
+    plan = [[(0, 9), (1, 3)], [(0, 12), (1, 7)], [(0, 1), (1, 13)], [(0, 18)]]
+    found = run_all(Pool.of(model_of(name), prompts, page_size=4, seed=3), plan)
+    for index, tokens in enumerate(prompts):
+        torch.testing.assert_close(found[index], expected(name, len(tokens), index), **EXACT)
+
+
 @pytest.mark.parametrize("name", ["block_attnres", "experts", "query_compression_yarn"])
 def test_float32_steps_stay_within_1e_4_of_the_log_probs_of_float64(name: str) -> None:
     exact = model_of(name)
@@ -90,6 +100,14 @@ def test_float32_steps_stay_within_1e_4_of_the_log_probs_of_float64(name: str) -
     for index, tokens in enumerate(prompts):
         right = exact.logits(expected(name, len(tokens), index)).log_softmax(-1)
         assert (rounded.logits(found[index]).log_softmax(-1).double() - right).abs().max() < 1e-4
+
+
+def test_layers_may_keep_what_they_derive_from_the_borders_of_chunks() -> None:
+    runs = [Tokens(start=0, tokens=(1, 2, 3), pages=(0,), slot=0), Tokens(start=4, tokens=(1, 2), pages=(1, 2), slot=1)]
+    with torch.inference_mode():
+        batch = mixed_batch([], runs, page_size=4, scratch_row=12)
+    assert batch.chunks is not None and batch.chunks.cu_seqlens.tolist() == [0, 3, 5]
+    assert not batch.chunks.cu_seqlens.is_inference()  # an inference tensor has no version to recognize it by
 
 
 def test_only_wanted_rows_come_back_and_in_the_order_asked() -> None:

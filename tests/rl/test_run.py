@@ -22,7 +22,7 @@ from perilune.rl.evaluation import OTHER_PICTURES, read_evaluations
 from perilune.rl.progress import RLProgress
 from perilune.rl.replay import replay_folder
 from perilune.rl.rollout import RolloutConfig, said_nothing
-from perilune.rl.run import Policy, train_policy
+from perilune.rl.run import Policy, _check_same, train_policy
 from perilune.rl.run_config import (
     EnvironmentsConfig,
     EvaluationConfig,
@@ -264,3 +264,13 @@ def test_a_config_comes_back_from_its_file(tmp_path):
     assert isinstance(policy().run, RunConfig)
     with pytest.raises(RLRunError, match=r"holds no run"):
         read_config(tmp_path / "none" / "rl.json")
+
+
+def test_a_checkpoint_from_before_a_field_existed_is_resumed_and_a_changed_one_is_named():
+    now = plain_config(config())
+    before = json.loads(json.dumps(now))
+    del before["rl"]["processes"], before["rl"]["learner"]["routing_replay"]
+    _check_same(before, now)
+    before["rl"]["seed"] = 7
+    with pytest.raises(RLRunError, match=r"rl\.seed: 7 -> 0"):
+        _check_same(before, now)

@@ -60,6 +60,7 @@ def endless(request: Request) -> Sequence[int]:
 class Stats:
     queue: int = 0
     running: int = 0
+    weight_version: int = 0
 
 
 @dataclass
@@ -78,9 +79,10 @@ class ScriptedEngine:
     cancelled: list[str] = field(default_factory=list)
     is_closed: bool = False
     is_dead: bool = False
+    weight_version: int = 0
 
     def stats(self) -> Stats:
-        return Stats(running=len(self.running))
+        return Stats(running=len(self.running), weight_version=self.weight_version)
 
     def health(self) -> Health:
         return Health(alive=not self.is_dead)

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from perilune.serve.image_urls import FetchFailed, WebGuard, image_fetcher
-from perilune.swarm.tools.network import NetworkPolicy, PublicResolver, checked
+from perilune.public_web import Address, NetworkPolicy, PublicResolver
+from perilune.serve.attachments import Fetch
+from perilune.serve.image_urls import FetchFailed, image_fetcher
 from tests.serve.api_engine import ScriptedEngine, app_of, call
 
 PATH = "/v1/chat/completions"
@@ -25,18 +26,18 @@ def png() -> bytes:
     return content.getvalue()
 
 
-def guard_of(port: int, seen: list[str] | None = None) -> WebGuard:
-    """The guard of the package, except that one public name leads to a server of the test."""
-    policy = NetworkPolicy(ports=frozenset({80, 443, port}))
+def fetcher_of(port: int, seen: list[str] | None = None, **options: float) -> Fetch:
+    """As the package has it, except that one public name leads to a server of the test."""
 
-    async def addresses(host: str) -> Any:
-        if seen is not None:
-            seen.append(host)
-        if host == HOST:
-            return [ipaddress.ip_address("127.0.0.1")]
-        return await PublicResolver().addresses(host)
+    class Resolver:
+        async def addresses(self, host: str) -> list[Address]:
+            if seen is not None:
+                seen.append(host)
+            if host == HOST:
+                return [ipaddress.ip_address("127.0.0.1")]
+            return await PublicResolver().addresses(host)
 
-    return WebGuard(check=lambda url, base: checked(url, policy, base=base), addresses=addresses)
+    return image_fetcher(NetworkPolicy(ports=frozenset({80, 443, port})), resolver=Resolver(), **options)
 
 
 def answer(body: bytes, status: str = "200 OK", *headers: str) -> bytes:
@@ -73,7 +74,7 @@ def test_an_allowed_url_becomes_a_picture():
 
     async def play(port: int) -> None:
         engine = ScriptedEngine()
-        app = app_of(engine, takes_pictures=True, fetch=image_fetcher(guard_of(port)))
+        app = app_of(engine, takes_pictures=True, fetch=fetcher_of(port))
         reply = await call(app, PATH, asked(f"http://{HOST}:{port}/a.png?x=1"))
         assert reply.status == 200 and engine.seen[0].media[0].grid == (1, 4, 4)
         assert heads[0].startswith(b"GET /a.png?x=1 HTTP/1.1\r\n") and f"Host: {HOST}:{port}".encode() in heads[0]
@@ -100,7 +101,7 @@ def test_an_allowed_url_becomes_a_picture():
 )
 def test_what_the_guard_refuses_is_refused_by_its_path(url):
     engine = ScriptedEngine()
-    app = app_of(engine, takes_pictures=True, fetch=image_fetcher(guard_of(1)))
+    app = app_of(engine, takes_pictures=True, fetch=fetcher_of(1))
     reply = asyncio.run(call(app, PATH, asked(url)))
     assert reply.status == 400 and reply.error["code"] == "invalid_image_url" and not engine.seen
     assert reply.error["param"] == "messages[0].content[0].image_url.url"
@@ -113,7 +114,7 @@ def test_a_redirect_is_guarded_like_the_first_url():
     async def play(port: int) -> None:
         seen: list[str] = []
         with pytest.raises(ValueError, match=r"port 9|127\.0\.0\.1"):
-            await image_fetcher(guard_of(port, seen))(f"http://{HOST}:{port}/", 1000)
+            await fetcher_of(port, seen)(f"http://{HOST}:{port}/", 1000)
         assert seen == [HOST], "the second host was refused before it was asked for"
 
     with_server(answers, play)
@@ -133,7 +134,7 @@ def test_a_redirect_is_guarded_like_the_first_url():
 def test_an_answer_out_of_bounds_is_refused_with_the_reason(reply, why):
     async def play(port: int) -> None:
         with pytest.raises(FetchFailed, match=why):
-            await image_fetcher(guard_of(port))(f"http://{HOST}:{port}/", 1000)
+            await fetcher_of(port)(f"http://{HOST}:{port}/", 1000)
 
     with_server(lambda head: reply, play)
 
@@ -146,6 +147,6 @@ def test_a_server_that_never_answers_is_given_up():
         async with await asyncio.start_server(silent, "127.0.0.1", 0) as server:
             port = server.sockets[0].getsockname()[1]
             with pytest.raises(FetchFailed, match=r"within 0\.2 s"):
-                await image_fetcher(guard_of(port), seconds=0.2)(f"http://{HOST}:{port}/", 1000)
+                await fetcher_of(port, seconds=0.2)(f"http://{HOST}:{port}/", 1000)
 
     asyncio.run(main())

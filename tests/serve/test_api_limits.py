@@ -330,6 +330,44 @@ def test_weights_are_loaded_by_the_admin_one_at_a_time():
     assert ask(app_of(keys=Keys(admin=ADMIN)), "/admin/weights", {"path": "x"}, headers=bearer(ADMIN)).status == 403
 
 
+def test_the_version_of_the_weights_in_use_is_refused_before_anything_is_read():
+    async def load(path: str, version: int | None) -> int:
+        engine.weight_version = version or engine.weight_version + 1
+        return engine.weight_version
+
+    engine = ScriptedEngine()
+    app = app_of(engine, keys=Keys(admin=ADMIN), load_weights=load)
+
+    def post(**body: Any) -> Any:
+        return ask(app, "/admin/weights", {"path": "run", **body}, headers=bearer(ADMIN))
+
+    refused = post(version=0)
+    assert refused.status == 409 and refused.error["code"] == "version_in_use" and refused.error["param"] == "version"
+    assert "version is 0, and the weights in use have it" in refused.error["message"]
+    assert post(version=4).json == {"weight_version": 4}
+    assert post(version=4).status == 409
+    assert post().json == {"weight_version": 5}  # no version: the next one
+    assert post(version=4).status == 200  # back to an older one is for the admin to decide
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_only_the_admin_is_served_before_others(path: str):
+    engine = ScriptedEngine()
+    app = app_of(engine, keys=Keys(api=(KEY,), admin=ADMIN))
+    asked = {"messages": [{"role": "user", "content": "x"}]} if "chat" in path else {"prompt": "x"}
+
+    def post(priority: int, key: str) -> Any:
+        return ask(app, path, {**asked, "priority": priority}, headers=bearer(key))
+
+    refused = post(-1, KEY)
+    assert refused.status == 403 and refused.error["param"] == "priority" and not engine.seen
+    assert "only the admin key" in refused.error["message"]
+    for priority, key in ((0, KEY), (7, KEY), (-1, ADMIN)):
+        assert post(priority, key).status == 200
+        assert engine.seen[-1].priority == priority
+    assert ask(app_of(engine), path, {**asked, "priority": -1}).status == 403  # nobody is known: nobody is the admin
+
+
 def test_rates_are_of_the_caller():
     admission = Admission(Limits(requests_per_minute=1), clock=lambda: 0.0)
     admission.check_rate(Caller(name="a"))

@@ -468,3 +468,48 @@ def test_a_job_that_is_pre_empted_in_flight_leaves_no_promise_about_pages_it_nev
             scheduler.land([7] * sum(share.samples for share in flights.pop(0).shares))
     scheduler.remove("K")
     assert scheduler.prefixes.lookup(added("K", 7)).depth == 0
+
+
+class Looked(dict):
+    """Counts how often a promise is looked for."""
+
+    count = 0
+
+    def get(self, key, default=None):
+        self.count += 1
+        return super().get(key, default)
+
+
+@pytest.mark.parametrize("has_states", [True, False])
+def test_a_request_that_waits_for_a_prefix_looks_once_a_step_however_long_it_is(has_states: bool) -> None:
+    bench = Bench(replace(CONFIG, token_budget=8), num_pages=400, has_states=has_states)
+    prompt = [1 + n % 7 for n in range(400)]
+    bench.add("first", [*prompt, 1])
+    bench.step()
+    for name in ("second", "third"):
+        bench.add(name, [*prompt, 2])
+    promised = bench.scheduler.prefixes._promised = Looked(bench.scheduler.prefixes._promised)
+    looks = []
+    while bench.jobs["second"].slot is None:
+        promised.count = 0
+        assert bench.step()
+        looks.append(promised.count)
+    assert len(looks) > 40 and bench.jobs["second"].num_cached == 400
+    # Once through all blocks at the start and when the promise is kept, one look for each in between.
+    blocks = 2 * len(prompt) // 4 + 4
+    assert sorted(looks)[-3] <= 2 and max(looks) <= blocks
+
+
+def test_a_request_that_nobody_works_for_is_not_gone_through_again_until_somebody_promises() -> None:
+    bench = Bench(num_pages=40, max_sequences=2)
+    bench.add("first", [3] * 9, max_tokens=30)
+    bench.step()
+    prefixes = bench.scheduler.prefixes
+    waiting = Job(request_id="w", tokens=[5] * 40, num_prompt=40, max_tokens=1)
+    promised = prefixes._promised = Looked(prefixes._promised)
+    assert not prefixes.is_promised(waiting)
+    seen = promised.count
+    assert seen > 1 and not prefixes.is_promised(waiting) and promised.count == seen
+    bench.add("second", [5] * 40)
+    bench.step()
+    assert prefixes.is_promised(waiting)

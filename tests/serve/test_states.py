@@ -1,7 +1,7 @@
 """States: a slot belongs to one sequence, a snapshot to one block, and none is lost."""
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -105,3 +105,17 @@ class StatesMachine(RuleBasedStateMachine):
 
 TestStates = StatesMachine.TestCase
 TestStates.settings = settings(max_examples=60, stateful_step_count=40)
+
+
+@settings(max_examples=50)
+@given(st.lists(st.integers(0, 5), max_size=40))
+def test_a_sequence_gets_the_lowest_free_slot(releases: list[int]) -> None:
+    states, taken = States(6, 0), set()
+    for choice in releases:
+        if choice in taken:
+            taken.remove(choice)
+            states.release(choice)
+        elif states.num_free:
+            slot = states.take()
+            assert slot == min(set(range(6)) - taken)
+            taken.add(slot)

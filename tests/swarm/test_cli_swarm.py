@@ -22,6 +22,7 @@ from perilune.swarm.scripted import Behaviour, start_server
 @pytest.fixture
 def place(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("PERILUNE_NANO", "")  # the scripted model, also where the released one is
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -82,7 +83,7 @@ def test_the_demonstration_answers_from_documents_and_says_that_its_model_is_scr
     assert linked and all((Path("runs/swarm/demo/artefacts") / name).is_file() for name in linked)
     listed = json.loads(here(capsys, "swarm", "list", "--json")[1])
     assert [(each["run"], each["status"]) for each in listed] == [("runs/swarm/demo", "done")]
-    code, exported, _ = here(capsys, "swarm", "audit", "demo")
+    code, exported, _ = here(capsys, "swarm", "audit", "demo", "--json")
     assert code == 0 and json.loads(exported.splitlines()[0])["sealed"] is True
     code, played, _ = here(capsys, "swarm", "replay", "demo")
     assert code == 0 and "fact checker" in played

@@ -6,6 +6,7 @@
     chat_template.jinja                                             with a template
     preprocessor_config.json ...                                    with a vision tower
     README.md                                                       with a card
+    safety.json  safety.html  safety.md                             with a safety report
 
 Everything is made aside first and config.json is moved last: a folder that has one is complete. Only a new or empty
 folder, or one that holds an exported model, is written to.
@@ -27,6 +28,8 @@ from perilune.data.images import ProcessorConfig
 from perilune.data.media import FRAMES_PER_CHUNK, MERGE_SIZE, PATCH_SIZE
 from perilune.data.tokenizer import Tokenizer
 from perilune.hub.entries import FormatError
+from perilune.hub.opened import CHAT_MARK
+from perilune.hub.safety_section import NAMES as SAFETY_FILES
 from perilune.hub.targets import CODE_FILES, Target, choose, public_config
 from perilune.hub.tensor_files import INDEX, MAX_SHARD_BYTES, TensorKind, write_shards
 from perilune.hub.weights import PublicWeights
@@ -40,6 +43,7 @@ OWN_FILES = (
     "preprocessor_config.json",
     "processor_config.json",
     "README.md",
+    *SAFETY_FILES,
     "special_tokens_map.json",
     "tokenizer.json",
     "tokenizer_config.json",
@@ -67,13 +71,17 @@ def export_model(
     processor: ProcessorConfig | None = None,
     chat_template: str | None = None,
     card: str | None = None,
+    more_files: Mapping[str, str] | None = None,
+    is_chat: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     progress: Progress | None = None,
 ) -> Exported:
-    """Write a model and all that belongs to it; `target` is a public type, by default the one that fits."""
+    """Write a model and all that belongs to it; `target` is a public type, by default the one that fits. `more_files`
+    lie beside it, as the safety report that the card links. `is_chat`: it was trained to answer; the folder says so.
+    """
     chosen = choose(model.config, target)
     ids = token_ids(tokenizer)
-    files = tokenizer_files(tokenizer, chat_template) | {
+    files = tokenizer_files(tokenizer, chat_template, is_chat=is_chat) | {
         "tokenizer.json": _with_start(tokenizer),
         "generation_config.json": as_json(generation_config(tokenizer)),
     }
@@ -82,6 +90,7 @@ def export_model(
         files |= processor_files(processor or ProcessorConfig())
     if card is not None:
         files["README.md"] = card
+    files |= dict(more_files or {})
     config = with_token_ids(public_config(model.config, chosen), ids)
     _write_model(model, folder, config, files, max_shard_bytes, progress)
     return Exported(folder=Path(folder), target=chosen, num_parameters=model.num_parameters())
@@ -172,7 +181,7 @@ def generation_config(tokenizer: Tokenizer) -> dict[str, Any]:
     return {**token_ids(tokenizer), "eos_token_id": ends, "do_sample": False}
 
 
-def tokenizer_files(tokenizer: Tokenizer | None, chat_template: str | None) -> dict[str, str]:
+def tokenizer_files(tokenizer: Tokenizer | None, chat_template: str | None, *, is_chat: bool = False) -> dict[str, str]:
     if tokenizer is None:
         return {}
     names = {
@@ -183,6 +192,7 @@ def tokenizer_files(tokenizer: Tokenizer | None, chat_template: str | None) -> d
         **names,
         "clean_up_tokenization_spaces": False,
         "padding_side": "left",
+        **({CHAT_MARK: True} if is_chat else {}),
     }
     files = {
         "tokenizer.json": tokenizer.to_json(),

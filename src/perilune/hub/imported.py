@@ -32,7 +32,7 @@ from perilune.hub.export import (
     with_token_ids,
     write_folder,
 )
-from perilune.hub.opened import builtin_template, read_json, read_processor, read_template
+from perilune.hub.opened import builtin_template, is_marked_as_chat, read_json, read_processor, read_template
 from perilune.hub.packed_int4 import UnpackedFolder
 from perilune.hub.targets import Target, choose, format_from, public_config
 from perilune.hub.tensor_files import TensorKind
@@ -92,7 +92,8 @@ def import_folder(
     ids = {key: _given(public, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     if tokenizer is not None:
         ids = {key: ids[key] if ids[key] is not None else value for key, value in token_ids(tokenizer).items()}
-        files |= tokenizer_files(tokenizer, read_template(source) or builtin_template())
+        template = read_template(source) or builtin_template()
+        files |= tokenizer_files(tokenizer, template, is_chat=is_marked_as_chat(source))
         files["generation_config.json"] = as_json(
             generation_config(tokenizer) | read_json(source / "generation_config.json")
         )

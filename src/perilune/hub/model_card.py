@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from perilune.hub.opened import is_chat_run
+from perilune.hub.safety_section import read_results, safety_section
 from perilune.hub.targets import Target
 from perilune.model import Decoder, ModelConfig
 
@@ -21,6 +23,10 @@ class RunFacts:
     config: Mapping[str, Any] = field(default_factory=dict)
     records: Sequence[Mapping[str, Any]] = ()
     environment: Mapping[str, Any] = field(default_factory=dict)
+    safety: Mapping[str, Any] = field(default_factory=dict)
+    """Of `perilune eval safety`."""
+    is_chat: bool = False
+    """It was trained to answer."""
 
     @classmethod
     def of(cls, folder: Path) -> "RunFacts":
@@ -28,6 +34,8 @@ class RunFacts:
             config=_object(folder / "config.json"),
             records=tuple(_records(folder / "metrics.jsonl")),
             environment=_object(folder / "environment.json"),
+            safety=read_results(folder),
+            is_chat=is_chat_run(folder),
         )
 
     def setting(self, path: str, default: Any = None) -> Any:
@@ -67,23 +75,25 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
 
 def model_card(name: str, model: Decoder, target: Target, run: RunFacts) -> str:
     sections = [
-        _front(model.config),
-        f"# {name}\n\n{_summary(model)}",
-        f"## Use\n\n{_use(model.config, target)}",
+        _front(model.config, run),
+        f"# {name}\n\n{_summary(model, run)}",
+        f"## Use\n\n{_use(model.config, target, run)}",
         f"## Data\n\n{_data(run)}",
         f"## Recipe\n\n{_recipe(run)}",
         f"## Results\n\n{_results(run)}",
         f"## Limits\n\n{_limits(run, model.config)}",
+        f"## Safety\n\n{safety_section(run.safety)}",
     ]
     return "\n\n".join(sections) + "\n"
 
 
-def _front(config: ModelConfig) -> str:
+def _front(config: ModelConfig, run: RunFacts) -> str:
     task = "text-generation" if config.vision is None else "image-text-to-text"
-    return f"---\nlibrary_name: transformers\npipeline_tag: {task}\ntags:\n- perilune\n---"
+    tags = "- perilune\n- conversational" if run.is_chat else "- perilune"
+    return f"---\nlibrary_name: transformers\npipeline_tag: {task}\ntags:\n{tags}\n---"
 
 
-def _summary(model: Decoder) -> str:
+def _summary(model: Decoder, run: RunFacts) -> str:
     config, pattern = model.config, model.config.layer_pattern()
     parts = [f"{pattern.count('kda')} of Kimi Delta Attention and {pattern.count('mla')} of latent attention"]
     if config.moe is not None:
@@ -97,7 +107,8 @@ def _summary(model: Decoder) -> str:
     active = model.num_parameters(active=True)
     size = f"{model.num_parameters():,} parameters"
     size += f" ({active:,} active)" if active != model.num_parameters() else ""
-    return f"A model of {size}, trained with Perilune: {len(pattern)} layers, {'; '.join(parts)}."
+    kind = "chat model" if run.is_chat else "model"
+    return f"A {kind} of {size}, trained with Perilune: {len(pattern)} layers, {'; '.join(parts)}."
 
 
 TEXT = """\
@@ -111,6 +122,12 @@ inputs = tokenizer("import os", return_tensors="pt")
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=64)[0]))
 ```
 """
+CHAT = TEXT.replace(
+    'inputs = tokenizer("import os", return_tensors="pt")\n',
+    'messages = [{"role": "user", "content": "Hello"}]\n'
+    'inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", '
+    "return_dict=True)\n",
+)
 PICTURES = """\
 ```python
 from PIL import Image
@@ -126,9 +143,9 @@ print(processor.decode(model.generate(**inputs, max_new_tokens=64)[0]))
 """
 
 
-def _use(config: ModelConfig, target: Target) -> str:
+def _use(config: ModelConfig, target: Target, run: RunFacts) -> str:
     native = target in ("kimi_linear", "deepseek_v3")
-    code = PICTURES if config.vision is not None else TEXT
+    code = PICTURES if config.vision is not None else CHAT if run.is_chat else TEXT
     code = code.replace("TRUST", "" if native else ", trust_remote_code=True")
     own = "only with the code that lies beside the weights (`modeling_perilune.py`)"
     types = {
@@ -137,7 +154,7 @@ def _use(config: ModelConfig, target: Target) -> str:
     }
     other = "has no such type; not run here" if target == "perilune" else "same names, not run here"
     rows = [
-        ("Perilune", "`perilune serve .` in this folder"),
+        ("Perilune", f"`perilune serve .`{' or `perilune chat .`' if run.is_chat else ''} in this folder"),
         (
             "transformers",
             types.get(target, "knows this type; `trust_remote_code=True` takes the code beside the weights"),
@@ -232,7 +249,9 @@ def _limits(run: RunFacts, config: ModelConfig) -> str:
     elif run.setting("data.vision.scenes.sizes"):
         sizes = ", ".join(f"{width} x {height}" for width, height in run.setting("data.vision.scenes.sizes"))
         lines.append(f"It saw generated pictures of {sizes} pixels; expect little of others.")
-    if run.config:
+    if run.is_chat:
+        lines.append("It was trained to answer as the data or the rewards above ask, not to refuse, or to be right.")
+    elif run.config:
         lines.append(
             "It was trained to continue the data above, not to follow instructions, to refuse, or to be right."
         )

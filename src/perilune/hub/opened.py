@@ -13,8 +13,11 @@ from perilune.data.tokenizer import Tokenizer
 from perilune.hub.entries import FormatError
 from perilune.hub.weights import from_pretrained
 from perilune.model import Decoder
+from perilune.model.config import ComputeDtype
 
 MAX_TEMPLATE_BYTES = 2**20
+CHAT_MARK = "trained_to_chat"
+"""A key of tokenizer_config.json: an export has our chat template whatever it was trained on, so it has to say."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -29,25 +32,48 @@ class OpenedModel:
     """Tokens that end a document or a turn"""
     chat_template: str | None = None
     """Of the folder; None: Kimi's, which is built in. A stranger's program: only for a sandbox"""
+    is_chat: bool = False
+    """It was trained to answer, not only to continue text"""
 
 
-def open_folder(folder: str | Path, *, device: str | torch.device = "cpu") -> OpenedModel:
-    """Open what `perilune export` or `perilune import` wrote; FormatError or TokenizerError says what is wrong."""
+def open_folder(
+    folder: str | Path, *, device: str | torch.device = "cpu", dtype: ComputeDtype = "float32"
+) -> OpenedModel:
+    """Open what `perilune export` or `perilune import` wrote, to compute in `dtype` (see `from_pretrained`).
+
+    FormatError or TokenizerError says what is wrong.
+    """
     path = Path(folder)
     tokenizer = open_tokenizer(path)
-    model = from_pretrained(path, device=device).eval()
+    model = from_pretrained(path, device=device, dtype=dtype).eval()
     if tokenizer.vocab_size > model.config.vocab_size:
         raise FormatError(
             f"{path / 'tokenizer.json'} has {tokenizer.vocab_size} ids, more than the model's {model.config.vocab_size}"
         )
+    template = read_template(path)
     return OpenedModel(
         name=path.resolve().name,
         model=model,
         tokenizer=tokenizer,
         processor=read_processor(path),
         stop_ids=stop_ids(path, tokenizer),
-        chat_template=read_template(path),
+        chat_template=template,
+        is_chat=template is not None or is_marked_as_chat(path),
     )
+
+
+def is_marked_as_chat(folder: Path) -> bool:
+    return read_json(folder / "tokenizer_config.json").get(CHAT_MARK) is True
+
+
+def is_chat_run(folder: Path) -> bool:
+    """Whether the run in a folder was trained on dialogues, or by rewards for what it said in them. A config that
+    cannot be read says neither."""
+    try:
+        data = read_json(folder / "config.json").get("data")
+    except FormatError:
+        data = None
+    return (isinstance(data, dict) and data.get("chat") is not None) or (folder / "rl.json").exists()
 
 
 def open_tokenizer(folder: Path) -> Tokenizer:

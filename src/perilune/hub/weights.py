@@ -21,6 +21,9 @@ from perilune.hub.packed_int4 import UnpackedFolder, group_size_of
 from perilune.hub.targets import format_from, format_of
 from perilune.hub.tensor_files import TensorFolder, TensorKind
 from perilune.model import Decoder, ModelConfig
+from perilune.model.config import ComputeDtype
+from perilune.model.linear import HALF
+from perilune.model.side_by_side import round_matrices
 
 LEFT_OUT = "rotary_emb.inv_freq"
 """Tensors of this name follow from the config; some folders hold them."""
@@ -106,13 +109,19 @@ def _shape(tensors: Mapping[str, Tensor], name: str) -> tuple[int, ...]:
     return tensors.kind(name).shape if lazy else tuple(tensors[name].shape)
 
 
-def from_pretrained(folder: str | Path, *, device: str | torch.device = "cpu") -> Decoder:
-    """Read a model folder; parameters become float32, whatever dtype is stored."""
+def from_pretrained(
+    folder: str | Path, *, device: str | torch.device = "cpu", dtype: ComputeDtype = "float32"
+) -> Decoder:
+    """Read a model folder, to compute in `dtype`. In float32 all parameters are float32, whatever is stored; in half
+    precision matrices are made so from the beginning, so that what is stored in bfloat16 never takes twice its size."""
     path = Path(folder)
     public = read_config(path)
     config, tensors = model_config(public), open_tensors(path, public)
     with torch.device("meta"):  # no random numbers for weights that are read
         model = Decoder(config)
+    model.set_compute_dtype(dtype)
+    if model.compute_dtype in HALF:
+        round_matrices(model, model.compute_dtype)
     model.to_empty(device=device)
     model.discard_step_statistics()  # the only tensors that no folder holds
     load_weights(model, tensors, format_from(public))

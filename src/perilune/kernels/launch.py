@@ -24,9 +24,13 @@ _COMPILED: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
 
 
 def launch(
-    kernel: Any, programs: int, arguments: tuple[Any, ...], key: tuple[Any, ...], constants: Mapping[str, Any]
+    kernel: Any,
+    programs: int | tuple[int, ...],
+    arguments: tuple[Any, ...],
+    key: tuple[Any, ...],
+    constants: Mapping[str, Any],
 ) -> None:
-    """kernel[(programs,)](*arguments, **constants), on the device of the tensors.
+    """kernel[programs](*arguments, **constants), on the device of the tensors.
 
     arguments: tensors (one or a tuple of them first), tuples of tensors, numbers: all parameters of the kernel that are
     no constants, which follow. key: the kernel, and what `constants` (with options such as num_warps) follow from.
@@ -65,10 +69,10 @@ def launch(
     known = _COMPILED.get(full_key)
     if known is not None and not bits:
         compiled, values = known
-        compiled[(programs, 1, 1)](*plain, *values)
+        compiled[(programs, 1, 1) if isinstance(programs, int) else (*programs, 1, 1)[:3]](*plain, *values)
         return
     # In Triton's interpreter there is nothing compiled.
-    compiled = kernel[(programs,)](*arguments, **constants)
+    compiled = kernel[(programs,) if isinstance(programs, int) else programs](*arguments, **constants)
     if compiled is not None and not bits:
         _COMPILED[full_key] = compiled, tuple([constants[name] for name in kernel.arg_names[len(arguments) :]])
 

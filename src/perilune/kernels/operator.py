@@ -77,6 +77,8 @@ def operator(
         flat = _flattened(inputs)
         if is_traced(*flat):
             return forward_operator(*inputs)
+        if not torch.is_grad_enabled():
+            return forward(*inputs)
         lengths = tuple(len(x) if isinstance(x, list) else -1 for x in inputs)
         return Eager.apply(lengths, *flat)
 

@@ -43,7 +43,7 @@ class _Layer:
     norm_before: Map
     attend: Attend
     norm_between: Map
-    mlp: Map
+    mlp: Callable[[Tensor, PagedBatch], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -72,7 +72,7 @@ class DecodeStep:
             h, stream = stream.read()
             stream = stream.write(layer.attend(layer.norm_before(h), batch, pool))
             h, stream = stream.read()
-            stream = stream.write(layer.mlp(layer.norm_between(h)))
+            stream = stream.write(layer.mlp(layer.norm_between(h), batch))
         h, _ = stream.read()
         return self.norm(h if batch.wanted is None else h.index_select(0, batch.wanted))
 
@@ -106,7 +106,7 @@ def _bound(layer: DecoderLayer) -> _Layer:
         norm_before=_norm(layer.input_layernorm),
         attend=attend or (lambda x, batch, pool: attention(x.unsqueeze(0), batch, pool)[0]),
         norm_between=_norm(layer.post_attention_layernorm),
-        mlp=_mlp(layer.mlp),
+        mlp=_mlp(layer),
     )
 
 
@@ -117,9 +117,13 @@ def _norm(module: nn.Module) -> Map:
     return lambda x: norm_few_rows(x, weight, eps)
 
 
-def _mlp(module: nn.Module) -> Map:
-    def as_module(x: Tensor) -> Tensor:
-        return module(x.unsqueeze(0))[0]
+def _mlp(layer: DecoderLayer) -> Callable[[Tensor, PagedBatch], Tensor]:
+    module, index = layer.mlp, layer.expert_index
+
+    def as_module(x: Tensor, batch: PagedBatch) -> Tensor:
+        if batch.routes is None or index is None:
+            return module(x.unsqueeze(0))[0]
+        return module(x.unsqueeze(0), batch.routes.layer(index))[0]
 
     if not isinstance(module, SwiGLU) or not are_plain(module.down_proj):
         return as_module
@@ -128,7 +132,7 @@ def _mlp(module: nn.Module) -> Map:
         return as_module
     down, sizes = module.down_proj.weight.detach(), (module.gate_proj.out_features, module.up_proj.out_features)
 
-    def mlp(x: Tensor) -> Tensor:
+    def mlp(x: Tensor, batch: PagedBatch) -> Tensor:
         gate, up = F.linear(x, whole).split_with_sizes(sizes, dim=-1)
         return F.linear(F.silu(gate).mul_(up), down)
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from perilune.kernels.embedding import embed
 from perilune.model.cache import DecodeCache, KDACache, MLACache
 from perilune.model.config import ComputeDtype, ModelConfig
+from perilune.model.decode_stream import DecodeStream, decode_stream
 from perilune.model.deterministic import hidden_of_documents, logits_of_rows, token_log_probs
 from perilune.model.documents import Packing, positions_of
 from perilune.model.head import IGNORED, cross_entropy_sum
@@ -27,6 +28,7 @@ from perilune.model.mla import LatentAttention
 from perilune.model.moe import Experts, MixtureOfExperts, Router
 from perilune.model.paged import LatentPool, PagedBatch, PagedCache, StatePool
 from perilune.model.residual import AttentionResidual, ResidualScalars, Stream, attnres_stream, plain_stream
+from perilune.model.routes import Routes, check_routes
 from perilune.model.vision import MediaInput, MoonViT3D, PositionGrid, Projector, normalized
 from perilune.model.vision_grids import Grid
 from perilune.optim.matrices import Adam, Layout
@@ -44,8 +46,11 @@ class DecoderLayer(nn.Module):
         else:
             self.self_attn = LatentAttention(config.hidden_size, config.mla)
         self.mlp: SwiGLU | MixtureOfExperts
+        self.expert_index: int | None = None
+        """Its place among the layers of experts."""
         if config.moe is not None and config.is_moe_layer(index):
             self.mlp = MixtureOfExperts(config.hidden_size, config.moe)
+            self.expert_index = index - config.moe.first_k_dense_replace
         else:
             self.mlp = SwiGLU(config.hidden_size, config.intermediate_size)
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -63,7 +68,9 @@ class DecoderLayer(nn.Module):
         h, stream = stream.read(self.input_layernorm)
         stream = stream.write(self.self_attn(h, packing, cache))
         h, stream = stream.read(self.post_attention_layernorm)
-        return stream.write(self.mlp(h))
+        if packing.routes is None or self.expert_index is None:
+            return stream.write(self.mlp(h))
+        return stream.write(self.mlp(h, packing.routes.layer(self.expert_index)))
 
 
 class Decoder(nn.Module):
@@ -128,17 +135,23 @@ class Decoder(nn.Module):
         cu_seqlens: Tensor | None = None,
         cache: DecodeCache | None = None,
         media: MediaInput | None = None,
+        routes: Routes | None = None,
     ) -> Tensor:
-        """Final normed hidden states [B, T, hidden]. The features of `media` overwrite the embeddings at its places."""
+        """Final normed hidden states [B, T, hidden]. The features of `media` overwrite the embeddings at its places.
+
+        `routes`, one row per token of the batch, records the experts of every token or has them taken again.
+        """
         self._check(tokens_BT, cu_seqlens, cache)
+        if routes is not None:
+            check_routes(routes, self.config, tokens_BT.numel())
         if self.deterministic:
             if cache is not None:
                 raise ValueError("a deterministic model decodes through the engine; drop the cache")
-            return hidden_of_documents(self, tokens_BT, cu_seqlens, media)
+            return hidden_of_documents(self, tokens_BT, cu_seqlens, media, routes)
         start = 0 if cache is None else cache.length
         rotates = self.config.mla.rope is not None
         positions = positions_of(tokens_BT, cu_seqlens, start) if rotates else None
-        packing = Packing(cu_seqlens=cu_seqlens, positions=positions)
+        packing = Packing(cu_seqlens=cu_seqlens, positions=positions, routes=routes)
         stream = self.open_stream(tokens_BT, media)
         for index, layer in enumerate(self.layers):
             stream = layer(stream, packing, None if cache is None else cache.layers[index])
@@ -153,7 +166,9 @@ class Decoder(nn.Module):
 
         `media` holds features and their rows in the step.
         """
-        stream = self.open_stream(batch.tokens, media)
+        embedding = self._with_media(self._embedded(batch.tokens), media)
+        stream = self._open_for_decodes(embedding) if batch.chunks is None else None
+        stream = self._open(embedding) if stream is None else stream
         for layer, pool in zip(self.layers, cache.layers, strict=True):
             stream = layer(stream, batch, pool)
         h, _ = stream.read(self.norm)
@@ -263,6 +278,12 @@ class Decoder(nn.Module):
             )
         rows = embedding_BTd.flatten(0, 1).index_copy(0, media.positions, features.to(embedding_BTd.dtype))
         return rows.view_as(embedding_BTd)
+
+    def _open_for_decodes(self, embedding: Tensor) -> DecodeStream | None:
+        """None where the usual stream does as well."""
+        if self.config.residual != "block_attnres":
+            return None
+        return decode_stream(embedding, self._sites, block_sublayers=self.config.block_sublayers)
 
     def _open(self, embedding: Tensor) -> Stream:
         if self.config.residual in ("plain", "scalars"):

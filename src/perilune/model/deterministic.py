@@ -41,6 +41,7 @@ from perilune.model.linear import separate_products
 from perilune.model.mla import LatentAttention
 from perilune.model.moe import MixtureOfExperts, is_recomputing
 from perilune.model.residual import Stream
+from perilune.model.routes import Routes
 from perilune.model.vision import MediaInput
 
 if TYPE_CHECKING:
@@ -75,11 +76,16 @@ Memory = Sequence[Latents | States]
 
 
 def run_tile(
-    model: Decoder, tokens: Sequence[int], start: int, memory: Memory, media: MediaInput | None = None
+    model: Decoder,
+    tokens: Sequence[int],
+    start: int,
+    memory: Memory,
+    media: MediaInput | None = None,
+    routes: Routes | None = None,
 ) -> Tensor:
     """Hidden states [tokens, hidden] of at most TILE tokens that begin at `start`, a multiple of TILE.
 
-    `media` holds features with positions counted from the tile's first token.
+    `media` holds features with positions counted from the tile's first token, `routes` a row for each of `tokens`.
     """
     if start % TILE or not 0 < len(tokens) <= TILE:
         raise ValueError(
@@ -87,7 +93,7 @@ def run_tile(
         )
     device = model.embed_tokens.weight.device
     filled = torch.tensor([[*tokens, *[0] * (TILE - len(tokens))]], device=device)
-    packing = Packing(positions=torch.arange(start, start + TILE, device=device).unsqueeze(0))
+    packing = Packing(positions=torch.arange(start, start + TILE, device=device).unsqueeze(0), routes=routes)
     stream = model.open_stream(filled, media)
     with separate_products():
         for layer, remembered in zip(model.layers, memory, strict=True):
@@ -97,7 +103,11 @@ def run_tile(
 
 
 def hidden_of_documents(
-    model: Decoder, tokens_BT: Tensor, cu_seqlens: Tensor | None, media: MediaInput | None
+    model: Decoder,
+    tokens_BT: Tensor,
+    cu_seqlens: Tensor | None,
+    media: MediaInput | None,
+    routes: Routes | None = None,
 ) -> Tensor:
     """`Decoder.hidden` in this mode: [B, T, hidden]."""
     batch, num_tokens = tokens_BT.shape
@@ -114,7 +124,8 @@ def hidden_of_documents(
         memory = [_new_memory(layer, model.compute_dtype) for layer in model.layers]  # pyrefly: ignore[bad-argument-type]
         for at in range(first, stop, TILE):
             end = min(at + TILE, stop)
-            found.append(run_tile(model, tokens[at:end], at - first, memory, media_between(media, at, end)))
+            own = None if routes is None else routes.between(at, end)
+            found.append(run_tile(model, tokens[at:end], at - first, memory, media_between(media, at, end), own))
     width = model.config.hidden_size
     rows = torch.cat(found) if found else model.embed_tokens.weight.new_zeros(0, width, dtype=model.compute_dtype)
     return rows.view(batch, num_tokens, width)
@@ -153,7 +164,11 @@ def _layer(
         y = _attention(layer.self_attn, h, packing, remembered, num_tokens)  # pyrefly: ignore[bad-argument-type]
     h, stream = stream.write(y).read(layer.post_attention_layernorm)
     mlp = layer.mlp
-    return stream.write(_mixture(mlp, h, num_tokens) if isinstance(mlp, MixtureOfExperts) else mlp(h))
+    if not isinstance(mlp, MixtureOfExperts):
+        return stream.write(mlp(h))
+    assert layer.expert_index is not None
+    routes = None if packing.routes is None else packing.routes.layer(layer.expert_index)
+    return stream.write(_mixture(mlp, h, num_tokens, routes))
 
 
 def _attention(layer: LatentAttention, x_1TD: Tensor, packing: Packing, remembered: Latents, num_tokens: int) -> Tensor:
@@ -185,10 +200,10 @@ def _attention(layer: LatentAttention, x_1TD: Tensor, packing: Packing, remember
     return layer.o_proj(torch.bmm(o_HTR, up_v.mT).transpose(0, 1).flatten(1).unsqueeze(0))
 
 
-def _mixture(mixture: MixtureOfExperts, x_1TD: Tensor, num_tokens: int) -> Tensor:
+def _mixture(mixture: MixtureOfExperts, x_1TD: Tensor, num_tokens: int, routes: Routes | None) -> Tensor:
     """Rows past `num_tokens` fill the tile up, and do not count as load."""
     x_TD = x_1TD[0]
-    weights, experts = mixture.gate(x_TD)
+    weights, experts = mixture.route(x_TD, routes)
     if mixture.training and not is_recomputing():
         filling = experts[num_tokens:].flatten()
         mixture.gate.counts -= torch.bincount(filling, minlength=mixture.config.num_experts)

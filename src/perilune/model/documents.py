@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from perilune.model.routes import Routes
+
 
 @dataclass(frozen=True, kw_only=True)
 class Packing:
@@ -13,6 +15,8 @@ class Packing:
     cu_seqlens: Tensor | None = None
     positions: Tensor | None = None
     """[B, T], only computed when some layer has rotary positions"""
+    routes: Routes | None = None
+    """Where the layers of experts record what they choose, or find what they are to take."""
 
 
 def positions_of(tokens: Tensor, cu_seqlens: Tensor | None, start: int) -> Tensor:

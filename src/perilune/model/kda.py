@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from perilune.kernels.gated_norm import gated_rms_norm
 from perilune.kernels.kda import BoundedGate, SoftplusGate, kda, kda_step
 from perilune.kernels.kda.decode import kda_decode
+from perilune.kernels.kda.slots import kda_at_slots, takes_slots
 from perilune.kernels.short_conv import short_conv, short_conv_step
 from perilune.kernels.triton_support import why_not_triton
 from perilune.model.cache import KDACache
@@ -179,6 +180,17 @@ class KimiDeltaAttention(nn.Module):
     def _chunks(
         self, qkv_TC: Tensor, gate_input: Tensor, beta: Tensor, output_gate: Tensor, chunks: Chunks, pool: StatePool
     ) -> Tensor:
+        if takes_slots(qkv_TC, pool.conv, pool.state):
+            return kda_at_slots(
+                qkv_TC, gate_input, beta, output_gate, pool.conv, pool.state, chunks.slots,
+                cu_seqlens=chunks.cu_seqlens,
+                origins=chunks.origins,
+                conv_weight=self.conv_weight,
+                norm_weight=self.o_norm.weight,
+                gate=self.gate(),
+                norm_eps=self.o_norm.eps,
+                beta_scale=self.beta_max,
+            )  # fmt: skip
         heads = (1, qkv_TC.shape[0], self.config.num_heads, self.config.head_dim)
         mixed, conv = short_conv(
             qkv_TC.unsqueeze(0),

@@ -33,11 +33,15 @@ def projections(x: Tensor, weights: Sequence[Tensor]) -> Tensor:
 
 
 def takes_one_product(x: Tensor, *weights: Tensor) -> bool:
-    """Whether the operators below run on these: CUDA, activations in half precision, float32 weights, no autocast."""
+    """Whether the operators below run on these: CUDA, activations in half precision, float32 weights, no autocast.
+
+    In training also weights that were rounded on their way (FSDP). For inference rounded ones need no copy.
+    """
+    dtypes = (torch.float32, x.dtype) if torch.is_grad_enabled() else (torch.float32,)
     return (
         x.is_cuda
         and x.dtype in HALF
-        and all(weight.dtype == torch.float32 for weight in weights)
+        and all(weight.dtype in dtypes for weight in weights)
         and not torch.is_autocast_enabled("cuda")
     )
 
@@ -60,7 +64,19 @@ def side_by_side(x: Tensor, *linears: "Linear") -> Tensor | None:
     if torch.is_grad_enabled() or _SEPARATE.get():
         return None
     whole = whole_of(*linears)
-    return None if whole is None or whole.dtype != x.dtype else F.linear(x, whole)
+    if whole is None or whole.dtype != x.dtype:
+        return None
+    rows, columns = whole.shape
+    filled = filled_rows(rows)
+    if filled == rows or whole.storage_offset() + filled * columns > whole.untyped_storage().nbytes() // whole.itemsize:
+        return F.linear(x, whole)
+    # With what lies behind, whatever it is: rows of the product are then read in whole vectors.
+    return F.linear(x, whole.as_strided((filled, columns), (columns, 1)))[..., :rows]
+
+
+def filled_rows(rows: int) -> int:
+    """So many rows of stacked weights that rows of their product begin at multiples of 16 elements."""
+    return -(-rows // 16) * 16
 
 
 def whole_of(*linears: "Linear") -> Tensor | None:
@@ -109,7 +125,7 @@ class Linear(nn.Linear):
         super().__init__(in_features, out_features, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.bias is None and takes_one_product(x, self.weight):
+        if self.bias is None and self.weight.dtype != x.dtype and takes_one_product(x, self.weight):
             return projections(x, [self.weight])
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return F.linear(x, self.weight.to(x.dtype), bias)
@@ -159,7 +175,7 @@ class SwiGLU(nn.Module):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Products in half precision with float32 weights
+# Products in half precision; gradients of weights are summed in float32
 
 
 def stacked(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

@@ -18,14 +18,15 @@ import torch
 from torch import Tensor, nn
 
 from perilune.kernels.attention import attention
-from perilune.kernels.attention.continued import continued_attention
+from perilune.kernels.attention.continued import attention_in_pieces, attention_of_runs, takes_runs
 from perilune.kernels.mla_decode import mla_decode
+from perilune.kernels.norm import takes_triton
 from perilune.kernels.triton_support import why_not_triton
 from perilune.model.cache import MLACache
 from perilune.model.documents import Packing
 from perilune.model.linear import Linear, RMSNorm, are_plain, side_by_side, takes_one_product
 from perilune.model.mla_inputs import mla_inputs
-from perilune.model.paged import Chunks, LatentPool, PagedBatch
+from perilune.model.paged import Chunks, JoinedKeys, LatentPool, PagedBatch
 from perilune.model.rope import RopeConfig, rotate, rotation, softmax_scale_factor
 from perilune.optim.heads import MaxLogitRecorder, QKHeads, mla_heads
 from perilune.optim.matrices import ColumnBlocks, Layout, RowBlocks
@@ -139,12 +140,7 @@ class LatentAttention(nn.Module):
         """Queries [B, T, H, E], latents [B, T, R] and the key part that the heads share, both rotated if positions
         are."""
         config = self.config
-        products = side_by_side(x_BTD, *self.maps_of_input())
-        if products is None:
-            q, latent_and_key = self._queries(x_BTD), self.kv_a_proj_with_mqa(x_BTD)
-        else:
-            q, latent_and_key = products.split([linear.out_features for linear in self.maps_of_input()], dim=-1)
-            q = self.per_head(q)
+        q, latent_and_key = self._products(x_BTD)
         latent, k_rope = latent_and_key.split([config.kv_lora_rank, config.qk_rope_head_dim], dim=-1)
         latent = self.kv_a_layernorm(latent)
         if config.rope is not None:
@@ -154,6 +150,14 @@ class LatentAttention(nn.Module):
             q = torch.cat([q_nope, rotate(q_rope, cos, sin, interleaved=config.rope.interleaved)], dim=-1)
             k_rope = rotate(k_rope.unsqueeze(-2), cos, sin, interleaved=config.rope.interleaved).squeeze(-2)
         return q, latent, k_rope
+
+    def _products(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries [B, T, H, E], and latents before their norm with the shared key behind them [B, T, R + rope]."""
+        products = side_by_side(x_BTD, *self.maps_of_input())
+        if products is None:
+            return self._queries(x_BTD), self.kv_a_proj_with_mqa(x_BTD)
+        q, latent_and_key = products.split([linear.out_features for linear in self.maps_of_input()], dim=-1)
+        return self.per_head(q), latent_and_key
 
     def _queries(self, x_BTD: Tensor) -> Tensor:
         return self.per_head(self.maps_of_input()[0](x_BTD))
@@ -209,8 +213,7 @@ class LatentAttention(nn.Module):
                 f"kv_b_proj is {type(self.kv_b_proj).__name__} with an adapter, hook or bias, expected a plain Linear: "
                 "decoding over pages absorbs its weight; merge adapters into it first"
             )
-        q, latent, k_rope = self.compressed(x_1TD, batch)
-        pool.rows.index_copy_(0, batch.write_rows, torch.cat([latent, k_rope], dim=-1)[0])
+        q = self._remember(x_1TD, batch, pool)
         first = batch.num_decodes
         parts = []
         if first:
@@ -219,20 +222,67 @@ class LatentAttention(nn.Module):
                 self.absorbing(q[0, :first], up_k), pool.pages, batch.block_table, batch.lengths,
                 latent_dim=self.config.kv_lora_rank, scale=self.scale,
             )  # fmt: skip
-            parts.append(torch.bmm(o.transpose(0, 1), up_v.mT).transpose(0, 1).flatten(-2))
+            parts.append(torch.bmm(o.transpose(0, 1), up_v.mT).transpose(0, 1))
         if batch.chunks is not None:
-            parts.append(self._chunks(q[:, first:], batch.chunks, pool))
-        return self.o_proj((parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(0))
+            joined = batch.chunks.joined
+            if joined is not None and takes_runs(q, self._joined_value_width()):
+                parts.append(self._joined_chunks(q[0, first:], joined, pool))
+            else:
+                parts.append(self._chunks(q[:, first:], batch.chunks, pool))
+        return self.o_proj((parts[0] if len(parts) == 1 else torch.cat(parts)).flatten(-2).unsqueeze(0))
+
+    def _remember(self, x_1TD: Tensor, batch: PagedBatch, pool: LatentPool) -> Tensor:
+        """Queries [1, T, H, E]; the latents of all tokens are in the pool then."""
+        norm = self.kv_a_layernorm
+        if self.config.rope is None and are_plain(norm) and takes_triton(x_1TD) and x_1TD.shape[1]:
+            from perilune.kernels.mla_decode.latents import write_latents
+
+            q, latent_and_key = self._products(x_1TD)
+            write_latents(latent_and_key[0], norm.weight, norm.eps, pool.rows, batch.write_rows)
+            return q
+        q, latent, k_rope = self.compressed(x_1TD, batch)
+        pool.rows.index_copy_(0, batch.write_rows, torch.cat([latent, k_rope], dim=-1)[0])
+        return q
 
     def _chunks(self, q_1THE: Tensor, chunks: Chunks, pool: LatentPool) -> Tensor:
-        """[T, H * v]: every chunk attends to its own sequence, whose last latents are its own."""
-        widths = [self.config.kv_lora_rank, self.config.qk_rope_head_dim]
+        """[T, H, v]: every chunk attends to its own sequence, whose last latents are its own."""
         outputs = []
         for q, rows in zip(q_1THE.split(chunks.lengths, dim=1), chunks.cached_rows, strict=True):
-            latent, k_rope = pool.rows.index_select(0, rows).unsqueeze(0).split(widths, dim=-1)
-            k, v = self._expand(latent, k_rope)
-            outputs.append(continued_attention(q, k, v, scale=self.scale)[0].flatten(-2))
-        return torch.cat(outputs)
+
+            def keys_and_values(start: int, stop: int, rows: Tensor = rows) -> tuple[Tensor, Tensor]:
+                latents = pool.rows.index_select(0, rows[start:stop]).unsqueeze(0)
+                return self._expand(*latents.split([self.config.kv_lora_rank, self.config.qk_rope_head_dim], dim=-1))
+
+            o = attention_in_pieces(q, len(rows), keys_and_values, scale=self.scale)
+            outputs.append(o[0])
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _joined_chunks(self, q_THE: Tensor, joined: JoinedKeys, pool: LatentPool) -> Tensor:
+        """`_chunks` in one call."""
+        config = self.config
+        latent, k_rope = pool.rows.index_select(0, joined.rows).split(
+            [config.kv_lora_rank, config.qk_rope_head_dim], dim=-1
+        )
+        expanded = self.kv_b_proj(latent).unflatten(-1, (config.num_attention_heads, -1))
+        shared = k_rope.unsqueeze(-2).expand(-1, config.num_attention_heads, -1)
+        o = attention_of_runs(
+            q_THE,
+            torch.cat([expanded[..., : config.qk_nope_head_dim], shared], dim=-1),
+            # As wide as keys, without a copy: in front of the values stand keys, and what becomes of them is dropped.
+            expanded[..., -self._joined_value_width() :],
+            query_borders=joined.query_borders,
+            key_borders=joined.key_borders,
+            most_queries=joined.most_queries,
+            most_keys=joined.most_keys,
+            scale=self.scale,
+        )
+        return o[..., -config.v_head_dim :]
+
+    def _joined_value_width(self) -> int:
+        """That of keys, if values and what stands in front of them in kv_b_proj are so wide, at an aligned place."""
+        config = self.config
+        before = config.v_head_dim - config.qk_rope_head_dim
+        return config.qk_head_dim if before >= 0 and before % 8 == 0 else config.v_head_dim
 
     def logical_matrices(self) -> Mapping[str, Layout]:
         config = self.config

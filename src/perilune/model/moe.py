@@ -5,8 +5,8 @@
     y       = shared(x) + scaling * sum_{e chosen} s_e / (sum_chosen s + 1e-20) * expert_e(x)
     b_e    += rate * sign(mean count - count_e)             once per optimizer step, counts over all its micro-batches
 
-No auxiliary loss. Counts grow in training forwards only; evaluation and the recomputation of activation checkpointing
-leave them alone.
+Where routes are replayed (routes.py), `chosen` is what was recorded; everything else stays. No auxiliary loss. Counts
+grow in training forwards only; evaluation and the recomputation of activation checkpointing leave them alone.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from perilune.model.linear import SwiGLU, at_least_float32
+from perilune.model.routes import Routes
 from perilune.optim.matrices import Layout, Stacked, Whole
 
 
@@ -69,12 +70,13 @@ class Router(nn.Module):
         self.register_buffer("e_score_correction_bias", torch.zeros(config.num_experts))
         self.register_buffer("counts", torch.zeros(config.num_experts), persistent=False)
 
-    def forward(self, x_ND: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x_ND: Tensor, given_NK: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """`given_NK`: experts that were chosen before, and are taken again."""
         config = self.config
         wide = at_least_float32(x_ND)
         with torch.autocast(wide.device.type, enabled=False):
             scores = torch.sigmoid(F.linear(wide, self.weight.to(wide.dtype)))
-        experts = self._select(scores.detach() + self.e_score_correction_bias)
+        experts = self._select(scores.detach() + self.e_score_correction_bias) if given_NK is None else given_NK
         weights = scores.gather(1, experts)
         if config.moe_renormalize:
             weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
@@ -149,8 +151,26 @@ def grouped_linear(x_MI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor
     if x_MI.is_cuda and x_MI.dtype == torch.bfloat16:
         offsets = counts_E.cumsum(0).to(torch.int32)
         return torch._grouped_mm(x_MI, weight.transpose(-2, -1), offs=offsets)
+    if x_MI.is_cuda and torch.cuda.is_current_stream_capturing():
+        return every_linear(x_MI, weight, counts_E)
+    if x_MI.is_cuda and torch.cuda.is_current_stream_capturing():
+        # The host cannot know the counts: every row with a copy of its own matrix. Steps in graphs have few rows.
+        expert = torch.arange(len(weight), device=x_MI.device)
+        expert_M = expert.repeat_interleave(counts_E, output_size=len(x_MI))
+        return torch.bmm(weight[expert_M], x_MI[:, :, None])[:, :, 0]
     groups = x_MI.split(counts_E.tolist())
     return torch.cat([F.linear(rows, matrix) for rows, matrix in zip(groups, weight.unbind(0), strict=True)])
+
+
+def every_linear(x_MI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
+    """`grouped_linear` without asking the device how long the groups are: every expert reads every row, and a row keeps
+    what its own made of it. For float32 in a CUDA graph, where a few rows are decoded."""
+    rows = torch.arange(x_MI.shape[0], device=x_MI.device)
+    owner_M = torch.searchsorted(counts_E.cumsum(0), rows, right=True)
+    y_MO = x_MI.new_zeros(x_MI.shape[0], weight_EOI.shape[1])
+    for expert, matrix in enumerate(weight_EOI.unbind(0)):
+        y_MO = torch.where((owner_M == expert)[:, None], F.linear(x_MI, matrix), y_MO)
+    return y_MO
 
 
 def _counts(experts_M: Tensor, num_experts: int) -> Tensor:
@@ -175,10 +195,11 @@ class MixtureOfExperts(nn.Module):
             else None
         )
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
+    def forward(self, x_BTD: Tensor, routes: Routes | None = None) -> Tensor:
+        """`routes` are those of this layer."""
         x_ND = x_BTD.flatten(0, 1)
         top_k = self.config.num_experts_per_token
-        weights, experts = self.gate(x_ND)
+        weights, experts = self.route(x_ND, routes)
         order = experts.flatten().argsort(stable=True)
         counts = _counts(experts.flatten(), self.config.num_experts)
         outputs = self.experts(x_ND[order // top_k], counts)
@@ -188,3 +209,11 @@ class MixtureOfExperts(nn.Module):
         chosen_NKD = outputs[inverse].unflatten(0, (-1, top_k))
         y = (chosen_NKD * weights[..., None].to(chosen_NKD.dtype)).sum(dim=1).view_as(x_BTD)
         return y if self.shared_experts is None else y + self.shared_experts(x_BTD)
+
+    def route(self, x_ND: Tensor, routes: Routes | None) -> tuple[Tensor, Tensor]:
+        """(weights [N, k], experts [N, k]): chosen and recorded, or taken as they were."""
+        if routes is None:
+            return self.gate(x_ND)
+        weights, experts = self.gate(x_ND, routes.chosen(x_ND.shape[0]))
+        routes.record(experts)
+        return weights, experts

@@ -41,10 +41,29 @@ class Chunks:
     """[N + 1] borders, counted from the first token behind the decodes."""
     slots: Tensor
     """[N] int64"""
+    origins: Tensor
+    """[2, T - D] int32: for every token the first one of its chunk, counted as the borders are, and its slot."""
     lengths: tuple[int, ...]
     """Tokens of every chunk."""
     cached_rows: tuple[Tensor, ...]
     """For every chunk int64 [end]: the rows of the pools that hold its sequence up to the chunk's end."""
+    joined: JoinedKeys | None = None
+    """Where the chunks see few keys together; None: each is attended to by itself."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class JoinedKeys:
+    """The cached rows of all chunks of a step one after the other, so that one call attends to all of them."""
+
+    rows: Tensor
+    """[all keys] int64: rows of the pools, chunk by chunk"""
+    query_borders: Tensor
+    """[N + 1] int32 of the chunks' tokens"""
+    key_borders: Tensor
+    """[N + 1] int32 of the rows"""
+    most_queries: int
+    most_keys: int
+    """Of one chunk."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -115,6 +134,11 @@ class PagedCache:
 
     layers: tuple[LatentPool | StatePool, ...]
     page_size: int
+    by_slot: tuple[Tensor, ...] = ()
+    """[KDA layers, slots, ...]: the states of all layers, then their windows, of which each layer's pool is a part.
+
+    A sequence begins, and a snapshot is taken, by one operation on each instead of two for every layer.
+    """
 
     @property
     def scratch_row(self) -> int:
@@ -128,21 +152,17 @@ class PagedCache:
 
     def copy_state(self, source: int, target: int) -> None:
         """Make the states of slot `target` those of `source`."""
-        for tensor in self._by_slot():
-            tensor[target] = tensor[source]
+        for tensor in self.by_slot:
+            tensor[:, target] = tensor[:, source]
 
     def clear_state(self, slot: int) -> None:
         """The states of a sequence that has not begun."""
-        for tensor in self._by_slot():
-            tensor[slot] = 0
+        for tensor in self.by_slot:
+            tensor[:, slot] = 0
 
     def num_bytes(self) -> int:
-        held = [pool.pages for pool in self.layers if isinstance(pool, LatentPool)] + self._by_slot()
+        held = [*(pool.pages for pool in self.layers if isinstance(pool, LatentPool)), *self.by_slot]
         return sum(tensor.numel() * tensor.element_size() for tensor in held)
-
-    def _by_slot(self) -> list[Tensor]:
-        pools = [pool for pool in self.layers if isinstance(pool, StatePool)]
-        return [tensor for pool in pools for tensor in (pool.state, pool.conv)]
 
 
 def new_paged_cache(
@@ -152,21 +172,25 @@ def new_paged_cache(
     for name, value in (("num_pages", num_pages), ("page_size", page_size), ("num_slots", num_slots)):
         if value < 1:
             raise ValueError(f"{name} is {value!r}, expected at least 1")
+    kinds = config.layer_pattern()
+    state, (channels, width) = _slot_shapes(config)
+    slots = (kinds.count("kda"), num_slots)
+    if torch.device(device or "cpu").type == "cpu":
+        # Position by position in memory: a CPU then adds up whole rows of channels.
+        windows = torch.zeros(*slots, width, channels, dtype=config.dtype()).mT
+    else:
+        windows = torch.zeros(*slots, channels, width, dtype=config.dtype(), device=device)
+    states = torch.zeros(*slots, *state, dtype=_state_dtype(config), device=device)
+    of_layers = iter(zip(states.unbind(0), windows.unbind(0), strict=True))
     layers: list[LatentPool | StatePool] = []
-    for kind in config.layer_pattern():
+    for kind in kinds:
         if kind == "mla":
             shape = (num_pages + 1, page_size, _latent_width(config))
             layers.append(LatentPool(pages=torch.zeros(shape, dtype=config.dtype(), device=device)))
         else:
-            state, (channels, width) = _slot_shapes(config)
-            if torch.device(device or "cpu").type == "cpu":
-                # Position by position in memory: a CPU then adds up whole rows of channels.
-                conv = torch.zeros(num_slots, width, channels, dtype=config.dtype()).mT
-            else:
-                conv = torch.zeros(num_slots, channels, width, dtype=config.dtype(), device=device)
-            state = torch.zeros(num_slots, *state, dtype=_state_dtype(config), device=device)
-            layers.append(StatePool(state=state, conv=conv))
-    return PagedCache(layers=tuple(layers), page_size=page_size)
+            own_states, own_windows = next(of_layers)
+            layers.append(StatePool(state=own_states, conv=own_windows))
+    return PagedCache(layers=tuple(layers), page_size=page_size, by_slot=(states, windows))
 
 
 def bytes_per_page(config: ModelConfig, page_size: int, dtype: torch.dtype | None = None) -> int:

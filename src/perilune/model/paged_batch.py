@@ -19,9 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from perilune.model.paged import Chunks, DecodePlaces, PagedBatch, rows_of
+from perilune.model.paged import Chunks, DecodePlaces, JoinedKeys, PagedBatch, rows_of
+from perilune.model.sampling import to_device
 
 TOKEN, POSITION, WRITE_ROW, SLOT, LENGTH, LATE = range(6)
+MOST_JOINED_KEYS = 16_384
+"""Keys that are expanded at once for the chunks of a step: as many as in a piece of a longer sequence."""
 
 
 class Run(Protocol):
@@ -116,47 +119,100 @@ def mixed_batch(
     late_ids: Tensor | None = None,
     device: torch.device | str | None = None,
 ) -> PagedBatch:
-    """A step of decodes and chunks, in this order; `wanted` are rows of it."""
+    """A step of decodes and chunks, in this order; `wanted` are rows of it. Nothing here waits for a GPU."""
+    place = torch.device("cpu" if device is None else device)
     numbers, table = decode_numbers(decodes, page_size=page_size, scratch_row=scratch_row), page_table(decodes)
-    on_host = device is None or torch.device(device).type == "cpu"
-    places = decode_places(numbers, table, page_size) if decodes and on_host else None
-    rows = None if wanted is None else torch.tensor(wanted, dtype=torch.long, device=device)
-    first = decode_batch(
-        torch.from_numpy(numbers).to(device), torch.from_numpy(table).to(device), late_ids, wanted=rows, places=places
-    )
+    places = decode_places(numbers, table, page_size) if decodes and place.type == "cpu" else None
+    rows = None if wanted is None else _sent(wanted, place)
+    first = decode_batch(to_device(numbers, place), to_device(table, place), late_ids, wanted=rows, places=places)
     if not chunks:
         return first
-    lengths = tuple(len(run.tokens) for run in chunks)
-    ends = tuple(run.start + len(run.tokens) for run in chunks)
-    borders = torch.tensor([0, *np.cumsum(lengths).tolist()], dtype=torch.long, device=device)
-    pages = [torch.tensor(run.pages, dtype=torch.long, device=device) for run in chunks]
-    cached = tuple(rows_of(own, end, page_size) for own, end in zip(pages, ends, strict=True))
-    tokens = torch.tensor([[max(token, 0) for run in chunks for token in run.tokens]], dtype=torch.long).to(device)
-    late = [-1] * sum(lengths)
-    for run, border in zip(chunks, np.cumsum(lengths).tolist(), strict=True):
-        late[border - 1] = -1 if run.late_row is None else run.late_row
-    if any(row >= 0 for row in late):
-        tokens = _with_late(tokens[0], torch.tensor(late, device=device), late_ids).unsqueeze(0)
-    positions = torch.cat([torch.arange(run.start, end) for run, end in zip(chunks, ends, strict=True)]).to(device)
-    write = [own[run.start :] for run, own in zip(chunks, cached, strict=True)] if pages[0].numel() else None
-    write_rows = torch.full_like(positions, scratch_row) if write is None else torch.cat(write)
+    lengths, starts = [len(run.tokens) for run in chunks], [run.start for run in chunks]
+    ends = [start + length for start, length in zip(starts, lengths, strict=True)]
+    borders, slots = np.cumsum([0, *lengths]), np.array([run.slot for run in chunks])
+    late = np.full(borders[-1], -1)
+    late[borders[1:] - 1] = [-1 if run.late_row is None else run.late_row for run in chunks]
+    pages = [np.array(run.pages, np.int64) for run in chunks]
+    has_pages = bool(pages[0].size)
+    writes = [_rows(own, start, end, page_size) for own, start, end in zip(pages, starts, ends, strict=True)]
+    joined = has_pages and sum(ends) <= MOST_JOINED_KEYS
+    sent = _sent_together(
+        place,
+        tokens=np.concatenate([np.array(run.tokens, np.int64) for run in chunks]).clip(min=0),
+        late=late,
+        positions=np.concatenate([np.arange(start, end) for start, end in zip(starts, ends, strict=True)]),
+        write_rows=np.concatenate(writes) if has_pages else np.full(borders[-1], scratch_row),
+        borders=borders,
+        slots=slots,
+        origins=np.stack([np.repeat(borders[:-1], lengths), np.repeat(slots, lengths)]).astype(np.int32),
+        pages=np.concatenate(pages),
+        query_borders=borders.astype(np.int32),
+        key_borders=np.cumsum([0, *ends]).astype(np.int32),
+        joined=np.concatenate([_rows(own, 0, end, page_size) for own, end in zip(pages, ends, strict=True)])
+        if joined
+        else np.empty(0, np.int64),
+    )
+    tokens = sent["tokens"]
+    if any(run.late_row is not None for run in chunks):
+        tokens = _with_late(tokens, sent["late"], late_ids)
+    places_of_pages = rows_of(sent["pages"], sent["pages"].numel() * page_size, page_size)
+    of_chunks = places_of_pages.split([own.size * page_size for own in pages])
     assert first.positions is not None
     return PagedBatch(
-        tokens=torch.cat([first.tokens.long(), tokens], dim=1),
-        positions=torch.cat([first.positions.long(), positions.unsqueeze(0)], dim=1),
-        write_rows=torch.cat([first.write_rows, write_rows]),
+        tokens=torch.cat([first.tokens.long(), tokens.unsqueeze(0)], dim=1),
+        positions=torch.cat([first.positions.long(), sent["positions"].unsqueeze(0)], dim=1),
+        write_rows=torch.cat([first.write_rows, sent["write_rows"]]),
         slots=first.slots,
         block_table=first.block_table,
         lengths=first.lengths,
         chunks=Chunks(
-            cu_seqlens=borders,
-            slots=torch.tensor([run.slot for run in chunks], dtype=torch.long, device=device),
-            lengths=lengths,
-            cached_rows=cached,
+            cu_seqlens=sent["borders"],
+            slots=sent["slots"],
+            origins=sent["origins"].view(2, -1),
+            lengths=tuple(lengths),
+            cached_rows=tuple(own[:end] for own, end in zip(of_chunks, ends, strict=True)),
+            joined=JoinedKeys(
+                rows=sent["joined"],
+                query_borders=sent["query_borders"],
+                key_borders=sent["key_borders"],
+                most_queries=max(lengths),
+                most_keys=max(ends),
+            )
+            if joined
+            else None,
         ),
         wanted=rows,
         places=places,
     )
+
+
+def _rows(pages: np.ndarray, start: int, end: int, page_size: int) -> np.ndarray:
+    """`rows_of` the tokens [start, end), on the host; nothing where there are no pages."""
+    if not pages.size:
+        return pages
+    first = start // page_size
+    near = pages[first : -(-end // page_size), None] * page_size + np.arange(page_size)
+    return near.ravel()[start - first * page_size : end - first * page_size]
+
+
+@torch.inference_mode(False)  # tables of the borders are kept for all layers, but never those of an inference tensor
+def _sent_together(device: torch.device, **numbers: np.ndarray) -> dict[str, Tensor]:
+    """Arrays of int64 or int32 as flat tensors, by one copy to the device; each begins at a multiple of 16 bytes."""
+    sizes = [-(-array.nbytes // 16) * 16 for array in numbers.values()]
+    whole = np.zeros(sum(sizes), np.uint8)
+    ends = np.cumsum(sizes)
+    for array, size, end in zip(numbers.values(), sizes, ends, strict=True):
+        whole[end - size : end - size + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    sent = to_device(whole, device)
+    kinds = {np.dtype(np.int64): torch.int64, np.dtype(np.int32): torch.int32}
+    return {
+        name: sent[end - size : end - size + array.nbytes].view(kinds[array.dtype])
+        for (name, array), size, end in zip(numbers.items(), sizes, ends.tolist(), strict=True)
+    }
+
+
+def _sent(numbers: Sequence[int] | np.ndarray, device: torch.device) -> Tensor:
+    return to_device(np.asarray(numbers, np.int64), device)
 
 
 def _with_late(tokens: Tensor, late: Tensor, late_ids: Tensor | None) -> Tensor:

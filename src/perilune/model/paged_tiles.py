@@ -17,6 +17,7 @@ from perilune.model.cache import KDACache
 from perilune.model.deterministic import TILE, Latents, States, media_between, run_tile
 from perilune.model.paged import LatentPool, PagedCache, StatePool, rows_of
 from perilune.model.paged_batch import Run
+from perilune.model.routes import Recorded
 from perilune.model.vision import MediaInput
 
 if TYPE_CHECKING:
@@ -55,8 +56,13 @@ class _SlotStates:
 
 
 @torch.no_grad()
-def run_tiles(model: Decoder, run: Run, cache: PagedCache, media: MediaInput | None = None) -> Tensor:
-    """Hidden states [tokens of the run, hidden]; `media` has positions counted from the run's first token."""
+def run_tiles(
+    model: Decoder, run: Run, cache: PagedCache, media: MediaInput | None = None, book: Tensor | None = None
+) -> Tensor:
+    """Hidden states [tokens of the run, hidden]; `media` has positions counted from the run's first token.
+
+    book: where the experts of every token are recorded (routes.py), in the rows of its latents.
+    """
     pages = torch.tensor(run.pages, dtype=torch.long, device=model.embed_tokens.weight.device)
     found = []
     for first in range(0, len(run.tokens), TILE):
@@ -69,5 +75,7 @@ def run_tiles(model: Decoder, run: Run, cache: PagedCache, media: MediaInput | N
                 memory.append(_PagedLatents(pool, rows, start))
             else:
                 memory.append(_SlotStates(pool, run.slot, len(tokens) == TILE))
-        found.append(run_tile(model, tokens, start, memory, media_between(media, first, first + len(tokens))))
+        routes = None if book is None else Recorded(book=book, rows=rows[start:])
+        shown = media_between(media, first, first + len(tokens))
+        found.append(run_tile(model, tokens, start, memory, shown, routes))
     return torch.cat(found)

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from perilune.model.kda import KimiDeltaAttention
-from perilune.model.linear import Linear, SwiGLU, are_plain
+from perilune.model.linear import Linear, SwiGLU, are_plain, filled_rows
 from perilune.model.mla import LatentAttention
 from perilune.model.moe import Experts
 
@@ -28,8 +28,11 @@ def lay_side_by_side(model: nn.Module) -> None:
     for group in _groups(model):
         if not are_plain(*group):
             continue
-        whole = torch.cat([linear.weight.data for linear in group])
-        for linear, part in zip(group, whole.split([linear.out_features for linear in group]), strict=True):
+        sizes = [linear.out_features for linear in group]
+        first = group[0].weight.data
+        whole = first.new_zeros(filled_rows(sum(sizes)), first.shape[1])
+        torch.cat([linear.weight.data for linear in group], out=whole[: sum(sizes)])
+        for linear, part in zip(group, whole.split([*sizes, len(whole) - sum(sizes)])[: len(sizes)], strict=True):
             linear.weight.data = part
 
 

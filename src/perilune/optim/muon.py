@@ -362,15 +362,18 @@ class MuonClip(torch.optim.Optimizer):
         return self._stacks[key]
 
     def _gradient_of(self, parameter: nn.Parameter) -> Tensor:
+        self._check_gradient(parameter)
+        assert parameter.grad is not None
+        return parameter.grad.detach()
+
+    def _check_gradient(self, parameter: nn.Parameter) -> None:
         gradient = parameter.grad
-        assert gradient is not None
-        if gradient.is_sparse or gradient.is_complex():
+        if gradient is not None and (gradient.is_sparse or gradient.is_complex()):
             kind = "sparse" if gradient.is_sparse else "complex"
             raise ValueError(
                 f"gradient of {self._names[parameter]!r} is {kind}; "
                 "MuonClip needs dense real gradients (nn.Embedding: sparse=False)"
             )
-        return gradient.detach()
 
     def _state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
         state = self.state[parameter]

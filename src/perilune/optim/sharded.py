@@ -405,7 +405,8 @@ class ShardedMuonClip(MuonClip):
     def _local_gradient(self, parameter: nn.Parameter) -> Tensor | None:
         if parameter.grad is None:
             return None
-        gradient, weight = local_part(self._gradient_of(parameter)), local_part(parameter)
+        self._check_gradient(parameter)
+        gradient, weight = local_part(parameter.grad), local_part(parameter)
         if gradient.shape != weight.shape:
             raise ValueError(
                 f"gradient of {self._names[parameter]!r} has {tuple(gradient.shape)} elements on this rank, its "

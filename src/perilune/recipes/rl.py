@@ -1,15 +1,18 @@
 """Recipes of reinforcement learning: each function returns one full, typed config (`perilune rl NAME`).
 
-`micro_copy` needs nothing and takes seconds. The others start from a trained model: `--from RUN` or `--from FOLDER`.
-The drawing recipes ask one question three ways: with the picture, in words (the text control), and with the picture of
-another task (the control that cannot be solved by looking).
+`micro_copy` needs nothing and takes seconds, `micro_agent` and `micro_parl` (recipes/parl.py) a little longer. The
+others start from a trained model: `--from RUN` or `--from FOLDER`. `--processes N` has N processes play the episodes of
+any of them, through Ray. The drawing recipes ask one question three ways: with the picture, in words (the text
+control), and with the picture of another task (the control that cannot be solved by looking).
 """
 
 import difflib
 from collections.abc import Callable
 from dataclasses import replace
 
+from perilune.recipes.parl import micro_parl, parl
 from perilune.rl.environments.arithmetic import Arithmetic
+from perilune.rl.environments.black_box import BlackBox
 from perilune.rl.environments.code import Code
 from perilune.rl.environments.copying import Copying
 from perilune.rl.environments.drawing import Ask, Drawing
@@ -49,6 +52,25 @@ def micro_copy() -> RLRunConfig:
         evaluation=EvaluationConfig(tasks=4, every=10),
         device="cpu",
     )
+
+
+def micro_agent() -> RLRunConfig:
+    """The same, but every answer comes from a program that speaks OpenAI's API (--environments.black-box.command)."""
+    run = micro_copy()
+    talk = TalkConfig(max_tokens=16, max_turns=4)
+    return replace(
+        run,
+        name="micro_agent",
+        environments=EnvironmentsConfig(black_box=BlackBox(copying=Copying(), seconds=60.0)),
+        rl=replace(run.rl, iterations=20, rollout=replace(run.rl.rollout, concurrency=8, talk=talk)),
+    )
+
+
+def agent() -> RLRunConfig:
+    """Any program as the agent: --environments.black-box.command python my_agent.py; sums unless set otherwise."""
+    chosen = EnvironmentsConfig(black_box=BlackBox(arithmetic=Arithmetic()))
+    run = _base("agent", chosen, max_tokens=1024, max_turns=16)
+    return replace(run, rl=replace(run.rl, rollout=replace(run.rl.rollout, concurrency=64)))
 
 
 def _base(name: str, environments: EnvironmentsConfig, *, max_tokens: int, max_turns: int = 1) -> RLRunConfig:
@@ -125,8 +147,9 @@ def joint() -> RLRunConfig:
 RL_RECIPES: dict[str, Callable[[], RLRunConfig]] = {
     function.__name__: function
     for function in (
-        *(micro_copy, arithmetic, word_problems, logic, code, tool_use),
+        *(micro_copy, micro_agent, arithmetic, word_problems, logic, code, tool_use, agent),
         *(drawing, drawing_text, drawing_shuffled, looking, joint),
+        *(micro_parl, parl),
     )
 }
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from perilune.report.page import Headline, Notes, Page, PictureRow, Plots, Sample, Samples, Section, Table, write_page
+from perilune.report.parl import swarm_sections
 from perilune.report.pictures import picture_row, pictures_section, png_of
 from perilune.report.plots import Plot, Series, number, series_from_records, smoothed
 from perilune.report.training import ReportError
@@ -74,6 +75,7 @@ def rl_page(records: RLRecords) -> Page:
                 ),
             )
         )
+    sections += swarm_sections(records.iterations, records.evaluations)
     groups = (
         ("Reward", [_reward_plot(records), _facet_plot(records), _evaluation_plot(records)]),
         ("Episodes", _episode_plots(records)),
@@ -227,6 +229,8 @@ def _reward_plot(records: RLRecords) -> Plot:
 
 def _facet_plot(records: RLRecords) -> Plot:
     names = sorted({key for each in records.iterations for key in each if key.startswith("facet.")})
+    if any("kinds" in each for each in records.iterations):  # counts of a swarm have plots of their own
+        names = [f"facet.{name}" for name in ("finish", "outcome", "parallel", "success") if f"facet.{name}" in names]
     series = [
         each
         for place, key in enumerate(names[:8])

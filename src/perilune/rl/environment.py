@@ -10,12 +10,18 @@ The judge sees what was said, never how: that is what makes a stored trajectory 
 `talk` records token ids and log-probs as the engine served them (rollout.py); an episode that wants a picture puts it
 into a message as OpenAI's format does.
 
+An episode may have workers beside the policy: `talk.aside(name)` is a conversation with one, and `talk.note(...)` keeps
+what happened between them. An environment whose reward looks at that has `judge_events(task, messages, events)`, which
+is asked instead of `judge` and likewise reads nothing but its arguments; `uses_asides = True` tells a run to provide
+workers.
+
 Tasks come in two splits without a task in common: "train", and "test", which is never trained on.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -40,6 +46,14 @@ class EpisodeOver(Exception):
     """Raised inside an episode by `Talk.ask` when its budget of tokens or turns is spent: let it pass."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Access:
+    """Where a program reaches the policy as it would any OpenAI-compatible server, while an episode lasts."""
+
+    base_url: str
+    api_key: str = field(repr=False)
+
+
 class Talk(Protocol):
     """One conversation with the policy. Whatever it said is recorded; whatever is added is context."""
 
@@ -58,6 +72,23 @@ class Talk(Protocol):
     ) -> Message:
         """The policy's next message, which is also added. Raises EpisodeOver when the episode may not go on."""
 
+    def aside(self, name: str) -> "Talk":
+        """A conversation with a worker of this episode; the same name gives the same conversation. Workers have the
+        weights the run began with and are never trained, unless the run trains them jointly."""
+
+    def note(self, *events: Mapping[str, Any]) -> None:
+        """JSON facts of the episode, kept with its trajectory for `judge_events`."""
+
+
+@runtime_checkable
+class Serves(Protocol):
+    """What the talk of a run can do besides: let a program speak with the policy (gateway.py)."""
+
+    def served(self) -> AbstractAsyncContextManager[Access]:
+        """An address that is good while the block lasts. What the program asked and what the policy answered are then
+        in `messages`, and recorded."""
+        ...
+
 
 class Environment(Protocol):
     @property
@@ -68,6 +99,15 @@ class Environment(Protocol):
     async def episode(self, task: Task, talk: Talk) -> None: ...
 
     def judge(self, task: Task, messages: Sequence[Message]) -> Mapping[str, float]: ...
+
+
+def judged(
+    environment: Environment, task: Task, messages: Sequence[Message], events: Sequence[Mapping[str, Any]]
+) -> dict[str, float]:
+    """The facets of an episode, now or from its records, by whichever judge the environment has."""
+    judge_events = getattr(environment, "judge_events", None)
+    facets = environment.judge(task, messages) if judge_events is None else judge_events(task, messages, events)
+    return {str(name): float(value) for name, value in facets.items()}
 
 
 def reward_of(task: Task, facets: Mapping[str, float]) -> float:

@@ -10,6 +10,7 @@ pictures are also asked about pictures of other tasks: what is left of the rewar
 import base64
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,10 @@ from perilune.data.pictures import draw_svg
 from perilune.data.raster import encode_png, rasterize_png
 from perilune.rl.environment import Environment, last_answer
 from perilune.rl.environments.drawing import Drawing
+from perilune.rl.environments.looking import Looking
 from perilune.rl.groups import means
 from perilune.rl.loop import Loop
-from perilune.rl.run_config import EvaluationConfig, with_other_pictures
+from perilune.rl.parl import by_kind
 from perilune.rl.trajectory import Trajectory, save_trajectories
 
 EVALUATIONS = "evaluations.jsonl"
@@ -29,6 +31,31 @@ EPISODES = "evaluations"
 OTHER_PICTURES = " (other pictures)"
 LONGEST_TEXT = 4000
 """Characters of a sample that are kept for the report."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+    tasks: int = 64
+    """Of the test split of each environment, greedy; 0: no evaluation."""
+    every: int = 0
+    """Iterations between evaluations; 0: before and after only."""
+    samples: int = 4
+    """Episodes of each environment that the report shows."""
+
+    def __post_init__(self) -> None:
+        for name in ("tasks", "every", "samples"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"evaluation.{name} is {getattr(self, name)!r}, expected 0 or more")
+
+
+def with_other_pictures(environment: Environment) -> Environment | None:
+    """The same tasks with pictures of others: what a policy gets without looking. None where nothing is shown, or where
+    other pictures are shown already."""
+    if isinstance(environment, Drawing) and environment.ask == "picture":
+        return replace(environment, ask="shuffled")
+    if isinstance(environment, Looking) and not environment.shuffled:
+        return replace(environment, shuffled=True)
+    return None
 
 
 def evaluated(environments: Mapping[str, Environment]) -> dict[str, Environment]:
@@ -95,18 +122,20 @@ def forget_after(folder: Path, iteration: int) -> None:
 
 
 def _numbers(episodes: Sequence[Trajectory], first: Mapping[str, Any] | None) -> dict[str, Any]:
-    rewards = {_task_of(each): each.reward for each in episodes}
+    rewards = {task_of(each.task): each.reward for each in episodes}
     numbers: dict[str, Any] = {"count": len(episodes), **means(episodes), "rewards": rewards}
     if episodes:
         numbers["reward"] = _interval(list(rewards.values()))
+    if kinds := by_kind(episodes):
+        numbers["kinds"] = kinds
     if first is not None:
         numbers["gain"] = _paired(first["rewards"], rewards)
     return numbers
 
 
-def _task_of(trajectory: Trajectory) -> str:
-    """A task without what tells a control from the task itself (drawing.py, looking.py)."""
-    return trajectory.task.replace("/shuffled/", "/", 1).replace("/picture/", "/", 1)
+def task_of(name: str) -> str:
+    """The name of a task without what tells a control from the task itself (drawing.py, looking.py)."""
+    return name.replace("/shuffled/", "/", 1).replace("/picture/", "/", 1)
 
 
 def _paired(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float] | None:
@@ -137,6 +166,9 @@ def _shown(environment: Environment, trajectory: Trajectory) -> dict[str, Any]:
         "facets": dict(trajectory.facets),
         "finish": trajectory.finish,
     }
+    if trajectory.events:
+        sample["events"] = list(trajectory.events)
+        sample["kind"] = trajectory.task_data.get("kind")
     if isinstance(environment, Drawing):
         width, height = trajectory.task_data["size"]
         sample["text"] = last_answer(messages)[:LONGEST_TEXT]

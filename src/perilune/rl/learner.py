@@ -4,6 +4,9 @@ Branches are packed into rows of documents that never touch; a row is one forwar
 log-probs are read at the places whose next token the policy sampled, nowhere else: what tools and users wrote has no
 gradient. The losses of rows add up to the loss of the step (objective.py), however samples are packed.
 
+`routing_replay` has every token meet the experts that it met in the engine (model/routes.py), weighed by the trainer's
+own scores: a policy with experts then differs from what was sampled by its weights, not by near-ties of its routers.
+
 `ptx_weight` adds the cross entropy of supervised rows per token (PTX), so that RL does not unlearn them.
 """
 
@@ -19,6 +22,7 @@ from perilune.data.media import merge_media, tokens_of_grid
 from perilune.data.packing import PackedBatch
 from perilune.model import Decoder, MediaInput
 from perilune.model.deterministic import token_log_probs
+from perilune.model.routes import Replayed, num_expert_layers
 from perilune.rl.objective import ObjectiveConfig, PolicyTokens, Totals, policy_loss
 from perilune.rl.trajectory import Branch
 from perilune.train.optimizer import Optimization, OptimizerConfig, build_optimization
@@ -35,6 +39,8 @@ class LearnerConfig:
     """Tokens in one forward pass; a longer sample has one of its own."""
     max_grad_norm: float | None = 1.0
     ptx_weight: float = 0.0
+    routing_replay: bool = False
+    """Take the experts that the engine chose, token by token. For models with experts only."""
 
     def __post_init__(self) -> None:
         if self.row_tokens < 1:
@@ -88,12 +94,15 @@ class PolicyRow:
     advantage: Tensor
     sample: Tensor
     media: MediaInput | None
+    routes: Replayed | None
 
 
 class Learner:
     """Owns the optimizer of a model that it trains in place."""
 
     def __init__(self, model: Decoder, config: LearnerConfig) -> None:
+        if config.routing_replay and model.config.moe is None:
+            raise ValueError("learner.routing_replay is True, expected False: the model has no experts")
         self.model = model
         self.config = config
         self.optimization: Optimization = build_optimization(model, config.optimizer)
@@ -150,7 +159,8 @@ class Learner:
         return found
 
     def _policy_tokens(self, row: PolicyRow) -> PolicyTokens:
-        hidden = self.model.hidden(row.tokens, cu_seqlens=row.cu_seqlens, media=row.media)[0, row.places]
+        hidden = self.model.hidden(row.tokens, cu_seqlens=row.cu_seqlens, media=row.media, routes=row.routes)
+        hidden = hidden[0, row.places]
         return PolicyTokens(
             new=self._log_probs(hidden, row.chosen), old=row.old, advantage=row.advantage, sample=row.sample
         )
@@ -246,4 +256,28 @@ class Learner:
             advantage=on_device(advantage, exact),
             sample=on_device(sample, torch.long),
             media=media,
+            routes=self._routes([branch for _, branch in members]) if self.config.routing_replay else None,
         )
+
+    def _routes(self, branches: Sequence[Branch]) -> Replayed:
+        """One row per token of the packed row; ValueError where the engine did not record those of this model."""
+        config = self.model.config
+        assert config.moe is not None
+        wanted = (num_expert_layers(config), config.moe.num_experts_per_token)
+        found = []
+        for branch in branches:
+            routes = branch.routes
+            if routes is None:
+                raise ValueError(
+                    f"a branch of {len(branch.tokens)} tokens has no routes and learner.routing_replay is True: record "
+                    "them (engine.record_routes, rollout.talk.record_routes), or set it to False"
+                )
+            if routes.shape[1:] != wanted or routes.max(initial=0) >= config.moe.num_experts:
+                raise ValueError(
+                    f"a branch has routes of shape {routes.shape} up to expert {routes.max(initial=0)}, expected "
+                    f"{wanted[0]} layers with {wanted[1]} of {config.moe.num_experts} experts: another model sampled it"
+                )
+            found.append(routes)
+        # torch knows too little of uint16
+        book = np.concatenate(found).transpose(1, 0, 2).astype(np.uint8 if config.moe.num_experts <= 256 else np.int16)
+        return Replayed(book=torch.from_numpy(np.ascontiguousarray(book)).to(self.device))

@@ -3,9 +3,9 @@
     async with Loop(model, tokenizer, {"arithmetic": Arithmetic()}, RLConfig(...), folder="runs/rl") as loop:
         async for record in loop.run(): ...
 
-The engine has a copy of the model, in this process; after every iteration it gets the new weights in place, and their
-version is stamped on what it samples. Log-probs are recorded when tokens are sampled and never recomputed: how far
-trainer and engine differ is in every record (`gap`; 0 with a deterministic engine on a CPU).
+The engine has a copy of the model, in this process or in each of `processes` others; after every iteration it gets the
+new weights in place, and their version is stamped on what it samples. Log-probs are recorded when tokens are sampled,
+never recomputed: how far trainer and engine differ is in every record (`gap`; 0 with a deterministic engine on a CPU).
 
 A run is a function of its config, seed and starting weights. Tasks, seeds of replies and the order of everything follow
 from counters; what waits (parked episodes, incomplete groups, success rates, budgets) is in the checkpoint. With a
@@ -31,9 +31,14 @@ from perilune.model import Decoder
 from perilune.rl.environment import OUTCOME, Environment, Split, Task
 from perilune.rl.groups import GroupConfig, Groups, means
 from perilune.rl.learner import Learner, LearnerConfig, Sample, Update
+from perilune.rl.parl import Parl, ParlConfig, by_kind
 from perilune.rl.priorities import Priorities, PriorityConfig
-from perilune.rl.rollout import Collected, Job, RolloutConfig, Rollouts
+from perilune.rl.remote_engines import RemoteEngines
+from perilune.rl.remote_rollouts import rollouts_on
+from perilune.rl.rollout import Collected, Job, RolloutConfig
+from perilune.rl.talk import Workers
 from perilune.rl.trajectory import load_trajectories, save_trajectories
+from perilune.rl.workers import QUEUE, frozen_copy, frozen_workers, load_workers, save_workers
 from perilune.serve.async_engine import AsyncEngine
 from perilune.serve.engine import Engine, EngineConfig
 from perilune.train import checkpoint, random_state
@@ -61,12 +66,20 @@ class RLConfig:
     """Iterations until the full learning rate."""
     overlap: bool = False
     """Play the next iteration while this one is learnt from: weights are one version behind."""
+    processes: int = 0
+    """That play episodes, through Ray, each with an engine; 0: this one alone. Ray needs the extra 'scale'."""
+    process_gpus: float = 1.0
+    """Of a GPU, for each of them, where the model is on one."""
     seed: int = 0
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)
     groups: GroupConfig = field(default_factory=GroupConfig)
     priorities: PriorityConfig = field(default_factory=PriorityConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
+    worker_engine: EngineConfig | None = None
+    """That of frozen workers, where an environment has some; None: like `engine`."""
+    parl: ParlConfig | None = None
+    """Rewards for working in parallel, and who the workers are; None: environments pay as they like."""
     checkpoint_every: int = 25
     """Iterations; 0: only at the end."""
     keep_trajectories: bool = True
@@ -75,7 +88,7 @@ class RLConfig:
         for name in ("iterations", "tasks", "pool", "updates"):
             if getattr(self, name) < 1:
                 raise ValueError(f"rl.{name} is {getattr(self, name)!r}, expected at least 1")
-        for name in ("warmup", "checkpoint_every"):
+        for name in ("warmup", "checkpoint_every", "processes", "process_gpus"):
             if getattr(self, name) < 0:
                 raise ValueError(f"rl.{name} is {getattr(self, name)!r}, expected 0 or more")
         if self.overlap and self.groups.max_staleness < 1:
@@ -106,8 +119,10 @@ class Loop:
         resume: bool = False,
         ptx: ChatRows | None = None,
         about: Mapping[str, Any] | None = None,
+        workers: tuple[Decoder, Tokenizer] | None = None,
     ) -> None:
-        """`ptx`: supervised rows, one for every update. `about` goes into the state of every checkpoint."""
+        """`ptx`: supervised rows, one for every update. `about` goes into the state of every checkpoint. `workers`: the
+        model of frozen workers, where an environment has some; None: as `model` is now."""
         if not environments:
             raise LoopError("there is no environment to train in")
         self.config, self.folder = config, Path(folder)
@@ -115,15 +130,41 @@ class Loop:
         self._ptx, self._about = ptx, dict(about or {})
         model.deterministic = config.engine.deterministic
         self.learner = Learner(model, config.learner)
-        served = Decoder(model.config)
-        served.load_state_dict(model.state_dict())
-        self.engine = AsyncEngine(Engine(served, tokenizer, config.engine, device=self.learner.device))
-        self._rollouts = Rollouts(self.engine, tokenizer, environments, config.rollout)
+        engine, rollout = config.engine, config.rollout
+        if config.learner.routing_replay or rollout.talk.record_routes:
+            engine = replace(engine, record_routes=True)
+            rollout = replace(rollout, talk=replace(rollout.talk, record_routes=True))
+        has_workers = any(getattr(each, "uses_asides", False) for each in environments.values())
+        is_joint = config.parl is not None and config.parl.workers == "joint"
+        if has_workers and is_joint:
+            engine = replace(engine, max_queue=QUEUE)
+        self.engine: AsyncEngine | RemoteEngines
+        if config.processes:
+            self.engine = RemoteEngines(
+                model, tokenizer, engine,
+                processes=config.processes, device=self.learner.device, gpus=config.process_gpus,
+            )  # fmt: skip
+        else:
+            self.engine = AsyncEngine(Engine(frozen_copy(model), tokenizer, engine, device=self.learner.device))
+        self._frozen: tuple[Decoder, Tokenizer] | None = None
+        """What the run has to keep of its workers, until it has."""
+        self._workers: Workers | None = None
+        if has_workers and is_joint:
+            served: Any = self.engine
+            self._workers = Workers(engine=served, tokenizer=tokenizer, config=rollout.workers, trained=True)
+        elif has_workers:
+            self._frozen = self._frozen_model(model, workers, resume=resume)
+            self._workers = frozen_workers(
+                *self._frozen, config.worker_engine or config.engine, rollout.workers, device=self.learner.device,
+                remote=self.engine if isinstance(self.engine, RemoteEngines) else None,
+            )  # fmt: skip
+        self._rollouts = rollouts_on(self.engine, tokenizer, environments, rollout, workers=self._workers)
         self.groups = Groups(
             config.groups, config.rollout.group_size, scale=config.learner.objective.kind == "grpo"
         )  # fmt: skip
         self.priorities = {name: Priorities(config.priorities) for name in environments}
         self.iteration = 0
+        self.parl = None if config.parl is None else Parl(config.parl)
         self._served_version = 0
         self._parked: list[Job] = []
         self._tasks: dict[str, list[Task]] = {}
@@ -132,11 +173,24 @@ class Loop:
         self._started = False
         self._resume = resume
 
+    def _frozen_model(
+        self, model: Decoder, given: tuple[Decoder, Tokenizer] | None, *, resume: bool
+    ) -> tuple[Decoder, Tokenizer]:
+        if not resume:
+            return given or (frozen_copy(model), self._tokenizer)
+        try:
+            return load_workers(self.folder)
+        except FileNotFoundError as error:
+            raise LoopError(f"the run cannot be resumed: {error}") from error
+
     async def __aenter__(self) -> Self:
         if self._resume:
             await self._load()
         elif (self.folder / RECORDS).exists():
             raise LoopError(f"{str(self.folder)!r} already holds a run: resume it, or give another folder")
+        elif self._frozen is not None:
+            save_workers(self.folder, *self._frozen)
+        self._frozen = None
         self.folder.mkdir(parents=True, exist_ok=True)
         self._started = True
         return self
@@ -147,6 +201,8 @@ class Loop:
             with contextlib.suppress(asyncio.CancelledError, Exception):
                 await self._ahead
         await self.engine.close()
+        if self._workers is not None and not self._workers.trained:
+            await self._workers.engine.close()
 
     async def run(self) -> AsyncIterator[dict[str, Any]]:
         """A record for every iteration. A checkpoint is written every now and then, and after the last."""
@@ -165,6 +221,8 @@ class Loop:
         self._ahead = None
         collected, waited = rolled.collected, time.perf_counter()
         self._parked = list(collected.parked)
+        if self.parl is not None:
+            self.parl.record(collected.trajectories, self.iteration)
         groups = self.groups.add(collected.trajectories, self._lost(rolled.jobs, collected))
         for group in groups:
             outcomes = [min(1.0, max(0.0, trajectory.facets.get(OUTCOME, 0.0))) for trajectory in group]
@@ -210,7 +268,10 @@ class Loop:
         config = self.config.rollout
         config = replace(config, talk=replace(config.talk, temperature=temperature), iteration_tokens=None)
         played = self._environments if environments is None else dict(environments)
-        rollouts = Rollouts(self.engine, self._tokenizer, played, config)
+        workers = self._workers
+        if workers is not None:
+            workers = replace(workers, config=replace(workers.config, temperature=temperature))
+        rollouts = rollouts_on(self.engine, self._tokenizer, played, config, workers=workers)
         # An environment may have fewer tasks than asked for: each is played once.
         tasks = {
             (name, task.name): task
@@ -257,10 +318,13 @@ class Loop:
             )  # fmt: skip
             jobs += [
                 Job(environment=name, task=task, sample=sample, seed=self.config.seed, iteration=iteration)
-                for task in {tasks[number].name: tasks[number] for number in numbers}.values()
+                for task in {tasks[number].name: self._paid(tasks[number], iteration) for number in numbers}.values()
                 for sample in range(self.config.rollout.group_size)
             ]
         return jobs
+
+    def _paid(self, task: Task, iteration: int) -> Task:
+        return task if self.parl is None else self.parl.weighted(task, iteration)
 
     def _lost(self, jobs: Sequence[Job], collected: Collected) -> list[Job]:
         kept = {(each.environment, each.task, each.iteration, each.sample) for each in collected.trajectories}
@@ -289,11 +353,14 @@ class Loop:
         return {
             "iteration": self.iteration,
             **means(collected.trajectories),
+            **({"kinds": kinds} if (kinds := by_kind(collected.trajectories)) else {}),
+            **({} if self.parl is None else {"parl": self.parl.told(self.iteration - 1)}),
             "episodes": len(collected.trajectories),
             "parked": len(collected.parked),
             "failures": dict(collected.failures),
             "examples": list(collected.examples),
             "empty": collected.num_empty,
+            **({"played_again": collected.num_again} if self.config.processes else {}),
             "dropped": dict(self.groups.dropped),
             "trained_tokens": tokens,
             "loss": sum(update.loss for update in updates),
@@ -337,6 +404,7 @@ class Loop:
                 "waiting": kept.name,
                 "priorities": {name: each.state() for name, each in self.priorities.items()},
                 "toggle": None if self.groups.toggle is None else self.groups.toggle.state(),
+                "parl": None if self.parl is None else self.parl.state(),
             },
             keep_last=2,
             beside=[kept],
@@ -360,6 +428,8 @@ class Loop:
             self.priorities[name].load_state(plain)
         if self.groups.toggle is not None and state["toggle"] is not None:
             self.groups.toggle.load_state(state["toggle"])
+        if self.parl is not None and state.get("parl") is not None:
+            self.parl.load_state(state["parl"])
         records = self.folder / RECORDS
         lines = records.read_text(encoding="utf-8").splitlines() if records.exists() else []
         kept = [line for line in lines if json.loads(line)["iteration"] <= self.iteration]

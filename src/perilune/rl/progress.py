@@ -14,6 +14,12 @@ LINES = 20
 """Of iterations, about, where there is no terminal."""
 
 
+SWARM = (
+    ("outcome", "outcome", ".3f"), ("parallel", "parallel", ".2f"), ("finished", "finished", ".0%"),
+    ("width", "width", ".1f"), ("critical_steps", "critical steps", ".1f"), ("unused", "unused", ".0%"),
+)  # fmt: skip
+
+
 class RLProgress:
     """On a terminal a live view; otherwise plain lines now and then. Silent when quiet."""
 
@@ -72,6 +78,10 @@ def parts_of(record: Mapping[str, Any]) -> tuple[str, str]:
         played = f"reward {record['reward']:.3f}  finished {record['finished']:.0%}  length {record['length']:.1f}"
     else:
         played = "no episode ended"
+    if kinds := record.get("kinds"):
+        played += "".join(f"\n  {kind}: {swarm_line(numbers)}" for kind, numbers in kinds.items())
+        if parl := record.get("parl"):
+            played += f"\n  rewards for parallel work at {parl['share']:.0%}"
     if record.get("parked"):
         played += f"  parked {record['parked']}"
     if record.get("empty"):
@@ -86,6 +96,15 @@ def parts_of(record: Mapping[str, Any]) -> tuple[str, str]:
     return played, learnt
 
 
+def swarm_line(numbers: Mapping[str, float]) -> str:
+    """How the episodes of one kind of task were worked on."""
+    line = f"spawn {numbers['spawn']:.0%}"
+    for name, told, form in SWARM:
+        if name in numbers:
+            line += f"  {told} {numbers[name]:{form}}"
+    return line
+
+
 def evaluation_line(numbers: Mapping[str, Any]) -> str:
     if not numbers["count"]:
         return "gave no episode"
@@ -95,4 +114,6 @@ def evaluation_line(numbers: Mapping[str, Any]) -> str:
         line += f", {gain['mean']:+.3f} [{gain['low']:+.3f}, {gain['high']:+.3f}] since the start"
     if looking := numbers.get("looking"):
         line += f", {looking['mean']:+.3f} by looking at the right picture"
+    for kind, found in (numbers.get("kinds") or {}).items():
+        line += f"\n  {kind}: {swarm_line(found)}"
     return line

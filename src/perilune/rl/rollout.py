@@ -11,21 +11,25 @@ Partial rollouts (arXiv 2501.12599): with `iteration_tokens` an episode may samp
 that is not over then comes back as parked, and is continued by giving its job again.
 """
 
+import _thread
 import asyncio
 import contextlib
 import math
-import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from perilune.data.tokenizer import Tokenizer
-from perilune.rl.environment import Environment, EpisodeOver, Task, reward_of
-from perilune.rl.talk import EngineTalk, EpisodeParked, TalkConfig, TalkError, Turn
+from perilune.rl.environment import Environment, EpisodeOver, Task, judged, reward_of
+from perilune.rl.judge_processes import judged_apart
+from perilune.rl.talk import EngineTalk, EpisodeParked, TalkConfig, TalkError, Turn, Workers
 from perilune.rl.trajectory import Trajectory
 from perilune.serve.async_engine import AsyncEngine, EngineDead
 from perilune.serve.sessions import Sessions
+
+if TYPE_CHECKING:
+    from perilune.rl.gateway import Gateway
 
 SHOWN_FAILURES = 5
 JUDGES = 16
@@ -45,6 +49,8 @@ class RolloutConfig:
     iteration_tokens: int | None = None
     """Tokens an episode may sample in one iteration before it is parked; None: all it wants."""
     talk: TalkConfig = field(default_factory=TalkConfig)
+    workers: TalkConfig = field(default_factory=TalkConfig)
+    """Of one worker in an episode that has some."""
 
     def __post_init__(self) -> None:
         for name in ("group_size", "concurrency"):
@@ -69,6 +75,8 @@ class Job:
     """In which it began: with `task` it names the group."""
     turns: tuple[Turn, ...] = ()
     """What the policy has said already."""
+    asides: Mapping[str, tuple[Turn, ...]] = field(default_factory=dict)
+    """What its workers have said, by name."""
 
     @property
     def name(self) -> str:
@@ -80,6 +88,7 @@ class Job:
         return {
             "environment": self.environment, "task": task, "sample": self.sample, "seed": self.seed,
             "iteration": self.iteration, "turns": [turn.plain() for turn in self.turns],
+            "asides": {name: [turn.plain() for turn in turns] for name, turns in self.asides.items()},
         }  # fmt: skip
 
     @staticmethod
@@ -91,6 +100,7 @@ class Job:
             seed=plain["seed"],
             iteration=plain["iteration"],
             turns=tuple(Turn.of(turn) for turn in plain["turns"]),
+            asides={name: tuple(map(Turn.of, turns)) for name, turns in plain.get("asides", {}).items()},
         )
 
 
@@ -104,12 +114,17 @@ class Collected:
     """The first of each kind and some more, in words: "[kind] episode: what happened"."""
     num_empty: int
     """Episodes in which the policy said nothing: kept, and judged as what they are."""
+    num_again: int = 0
+    """Episodes that were played again because the process that had them was lost (remote_engines.py)."""
 
 
 class Failure(Exception):
     def __init__(self, kind: str, detail: str) -> None:
         super().__init__(detail)
         self.kind = kind
+
+    def __reduce__(self) -> tuple[type["Failure"], tuple[str, str]]:
+        return Failure, (self.kind, str(self))  # it may have happened in another process
 
 
 class Rollouts:
@@ -119,12 +134,15 @@ class Rollouts:
         tokenizer: Tokenizer,
         environments: Mapping[str, Environment],
         config: RolloutConfig | None = None,
+        *,
+        workers: Workers | None = None,
     ) -> None:
-        self._engine, self._tokenizer = engine, tokenizer
+        """`workers` play the asides of episodes, where an environment has them."""
+        self._engine, self._tokenizer, self._workers = engine, tokenizer, workers
         self._environments = dict(environments)
         self._config = config or RolloutConfig()
-        self._sessions = Sessions(tokenizer)
         self._judges = asyncio.Semaphore(JUDGES)
+        self._gateway: Gateway | None = None
 
     async def collect(self, jobs: Sequence[Job], *, iteration: int) -> Collected:
         """Play all of them. Raises EngineDead when the engine has stopped for good."""
@@ -132,34 +150,51 @@ class Rollouts:
 
         async def one(job: Job) -> Trajectory | Job | Failure:
             async with gate:
-                try:
-                    return await self._episode(job)
-                except Failure as failure:
-                    return failure
+                return await self.play(job)
 
-        found = await asyncio.gather(*(one(job) for job in jobs))
-        failures = [(job, each) for job, each in zip(jobs, found) if isinstance(each, Failure)]
-        trajectories = tuple(each for each in found if isinstance(each, Trajectory))
-        return Collected(
-            trajectories=trajectories,
-            parked=tuple(each for each in found if isinstance(each, Job)),
-            failures=Counter(failure.kind for _, failure in failures),
-            examples=_examples(failures),
-            num_empty=sum(said_nothing(trajectory) for trajectory in trajectories),
-        )
+        try:
+            return collected(jobs, await asyncio.gather(*(one(job) for job in jobs)))
+        finally:
+            await self.close()
+
+    async def close(self) -> None:
+        """End what was opened for programs, if anything; it opens again when it is needed."""
+        closing, self._gateway = self._gateway, None
+        if closing is not None:
+            await closing.close()
+
+    async def play(self, job: Job) -> "Trajectory | Job | Failure":
+        """One episode: how it went, where it was parked, or what went wrong."""
+        try:
+            return await self._episode(job)
+        except Failure as failure:
+            return failure
+
+    def _opened_gateway(self) -> "Gateway":
+        """Made when the first episode has a program to serve: others do without a server."""
+        if self._gateway is None:
+            from perilune.rl.gateway import Gateway
+
+            talk = self._config.talk
+            self._gateway = Gateway(
+                self._engine, self._tokenizer, thinking=talk.thinking, processor=talk.processor
+            )  # fmt: skip
+        return self._gateway
 
     async def _episode(self, job: Job) -> Trajectory | Job:
         config = self._config
         environment = self._environments[job.environment]
+        # Sessions of its own: a store for all would drop the oldest when there are many, and looks at each of them.
         talk = EngineTalk(
-            self._engine, self._sessions, self._tokenizer, config.talk,
+            self._engine, Sessions(self._tokenizer), self._tokenizer, config.talk,
             name=job.name, seed=job.seed, turns=job.turns, allowance=config.iteration_tokens,
+            workers=self._workers, asides=job.asides, gateway=self._opened_gateway,
         )  # fmt: skip
         try:
             async with asyncio.timeout(config.episode_seconds):
                 await environment.episode(job.task, talk)
         except EpisodeParked:
-            return replace(job, turns=tuple(talk.turns))
+            return replace(job, turns=tuple(talk.turns), asides=talk.aside_turns)
         except EpisodeOver:
             pass
         except TimeoutError:
@@ -181,19 +216,24 @@ class Rollouts:
             sample=job.sample,
             seed=job.seed,
             iteration=job.iteration,
-            branches=tuple(talk.recording.branches),
+            branches=talk.branches,
             messages=tuple(talk.messages),
             facets=facets,
             reward=reward,
             finish="length" if talk.finish == "length" else "stop",
+            events=tuple(talk.events),
         )
 
     async def _judged(self, environment: Environment, job: Job, talk: EngineTalk) -> tuple[dict[str, float], float]:
         """In a thread: a judge may compute long. One that hangs keeps its thread, and costs nothing else."""
         try:
             async with self._judges, asyncio.timeout(self._config.judge_seconds):
-                facets = await in_thread(lambda: environment.judge(job.task, talk.messages))
-            facets = {str(name): float(value) for name, value in facets.items()}
+                # Before the time above is over it gives up by itself, and its process with it.
+                facets = await in_thread(
+                    lambda: judged_apart(
+                        environment, job.task, talk.messages, talk.events, seconds=0.9 * self._config.judge_seconds
+                    )
+                )
             reward = reward_of(job.task, facets)
         except TimeoutError:
             raise Failure("judge hung", f"no verdict after {self._config.judge_seconds:g} s") from None
@@ -202,6 +242,19 @@ class Rollouts:
         if not math.isfinite(reward) or not all(math.isfinite(value) for value in facets.values()):
             raise Failure("reward", f"the reward is {reward!r} with facets {facets!r}, expected finite numbers")
         return facets, reward
+
+
+def collected(jobs: Sequence[Job], found: Sequence[Trajectory | Job | Failure]) -> Collected:
+    """What became of jobs, in their order."""
+    failures = [(job, each) for job, each in zip(jobs, found, strict=True) if isinstance(each, Failure)]
+    trajectories = tuple(each for each in found if isinstance(each, Trajectory))
+    return Collected(
+        trajectories=trajectories,
+        parked=tuple(each for each in found if isinstance(each, Job)),
+        failures=Counter(failure.kind for _, failure in failures),
+        examples=_examples(failures),
+        num_empty=sum(said_nothing(trajectory) for trajectory in trajectories),
+    )
 
 
 def _examples(failures: Sequence[tuple[Job, Failure]]) -> tuple[str, ...]:
@@ -230,7 +283,8 @@ async def in_thread(call: Callable[[], Result]) -> Result:
         with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits any more
             loop.call_soon_threadsafe(settle, result, error)
 
-    threading.Thread(target=work, name="perilune-judge", daemon=True).start()
+    # Not threading.Thread: its start waits until the thread runs, and every episode with it while others compute.
+    _thread.start_new_thread(work, ())
     return await answer
 
 
@@ -241,7 +295,7 @@ def said_nothing(trajectory: Trajectory) -> bool:
 
 
 def replayed(environment: Environment, trajectory: Trajectory) -> tuple[dict[str, float], float]:
-    """Facets and reward of a stored trajectory, judged again from its transcript: the same bits."""
+    """Facets and reward of a stored trajectory, judged again from what is stored: the same bits."""
     task = Task(name=trajectory.task, data=trajectory.task_data, weights=trajectory.weights)
-    facets = {str(name): float(value) for name, value in environment.judge(task, trajectory.messages).items()}
+    facets = judged(environment, task, trajectory.messages, trajectory.events)
     return facets, reward_of(task, facets)

@@ -13,6 +13,7 @@ starting weights is written first, so that a run can be resumed from its first s
 """
 
 import asyncio
+import contextlib
 import json
 import shlex
 import shutil
@@ -30,12 +31,13 @@ from perilune.model import Decoder
 from perilune.report.rl import write_rl_report
 from perilune.rl.environment import Environment
 from perilune.rl.evaluation import EPISODES, EVALUATIONS, evaluate, forget_after, read_evaluations
-from perilune.rl.loop import CHECKPOINTS, RECORDS, TRAJECTORIES, Loop
+from perilune.rl.loop import CHECKPOINTS, RECORDS, TRAJECTORIES, Loop, RLConfig
 from perilune.rl.progress import RLProgress
 from perilune.rl.run_config import RLRunConfig, RLRunError, check, check_model, plain_config
+from perilune.rl.workers import WORKERS
 from perilune.serve.engine import EngineConfig
 from perilune.train import checkpoint
-from perilune.train.config_file import differences, to_plain
+from perilune.train.config_file import differences, from_plain, to_plain
 from perilune.train.interrupt import Interrupted, StopRequest
 from perilune.train.run_config import RunConfig
 from perilune.train.run_folder import CONFIG, ENVIRONMENT, TOKENIZER, create
@@ -43,15 +45,15 @@ from perilune.train.run_lock import locked
 
 RL_CONFIG = "rl.json"
 OWN_FILES = (
-    RL_CONFIG, CONFIG, TOKENIZER, ENVIRONMENT, RECORDS, TRAJECTORIES, EVALUATIONS, EPISODES, CHECKPOINTS, "report.html",
+    RL_CONFIG, CONFIG, TOKENIZER, ENVIRONMENT, RECORDS, TRAJECTORIES, EVALUATIONS, EPISODES, CHECKPOINTS, WORKERS,
+    "report.html",
 )  # fmt: skip
 MAY_CHANGE = (
     "name", "device", "start_from", "evaluation", "rl.iterations", "rl.checkpoint_every", "rl.keep_trajectories",
-    "rl.rollout.concurrency", "rl.rollout.episode_seconds", "rl.rollout.judge_seconds",
+    "rl.rollout.concurrency", "rl.rollout.episode_seconds", "rl.rollout.judge_seconds", "rl.processes",
+    "rl.process_gpus", "engine_share",
 )  # fmt: skip
 """What a resumed run may change: nothing of it changes what is learnt."""
-ENGINE_SHARE = 0.4
-"""Of a GPU's free memory for the engine's pages: the learner needs the rest."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -93,10 +95,12 @@ def train_policy(
     resume: bool = False,
     overwrite: bool = False,
     quiet: bool = False,
+    workers: tuple[Decoder, Tokenizer] | None = None,
 ) -> dict[str, Any]:
     """The summary of the finished run. Interrupted (a SystemExit) when it was asked to stop, and saved.
 
-    `environments` are those of the config unless others are given.
+    `environments` are those of the config unless others are given. `workers`: the model of frozen workers, where an
+    environment has some; None: that of `policy`.
     """
     chosen = config.environments.chosen() if environments is None else dict(environments)
     if environments is None:
@@ -115,7 +119,7 @@ def train_policy(
             progress.say(f"{name}: finishing the iteration and saving; again to stop at once")
 
         with StopRequest(asked) as stop:
-            work = _Work(config, policy, folder, chosen, ptx, progress, stop)
+            work = _Work(config, policy, folder, chosen, ptx, progress, stop, workers)
             asyncio.run(work.run(resume=resume))
         report = write_rl_report(folder)
         if stop.signal_number is not None and not work.is_over:
@@ -135,6 +139,7 @@ class _Work:
     ptx: ChatRows | None
     progress: RLProgress
     stop: StopRequest
+    workers: tuple[Decoder, Tokenizer] | None = None
     iteration: int = 0
     is_over: bool = False
     seconds: float = 0.0
@@ -146,11 +151,11 @@ class _Work:
             "tokenizer_fingerprint": policy.tokenizer.fingerprint,
             "rl": plain_config(config),
         }
-        settings = replace(config.rl, engine=_engine(config.rl.engine, policy.model))
+        settings = _with_memory(config.rl, policy.model, self.environments, config.engine_share)
         began = time.perf_counter()
         async with Loop(
             policy.model, policy.tokenizer, self.environments, settings,
-            folder=self.folder, resume=resume, ptx=self.ptx, about=about,
+            folder=self.folder, resume=resume, ptx=self.ptx, about=about, workers=self.workers,
         ) as loop:  # fmt: skip
             forget_after(self.folder, loop.iteration)
             self.iteration = loop.iteration
@@ -198,6 +203,8 @@ def _prepare(config: RLRunConfig, policy: Policy, folder: Path, *, resume: bool)
 
 
 def _check_same(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    with contextlib.suppress(ValueError):  # a field that is gone since is told below
+        saved = json.loads(json.dumps(plain_config(from_plain(RLRunConfig, saved, "rl"))))  # fields added since
     changed = [
         line
         for line in differences(saved, json.loads(json.dumps(now)))
@@ -210,13 +217,26 @@ def _check_same(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         )
 
 
-def _engine(config: EngineConfig, model: Decoder) -> EngineConfig:
+def _with_memory(
+    config: RLConfig, model: Decoder, environments: Mapping[str, Environment], share: float
+) -> RLConfig:  # fmt: skip
+    """Engines that leave the learner its memory; frozen workers get as much as the policy."""
+    has_workers = any(getattr(each, "uses_asides", False) for each in environments.values())
+    if not has_workers or (config.parl is not None and config.parl.workers == "joint"):
+        return replace(config, engine=_engine(config.engine, model, share))
+    policy = _engine(config.engine, model, share / 2)
+    return replace(
+        config, engine=policy, worker_engine=_engine(config.worker_engine or config.engine, model, share / 2)
+    )
+
+
+def _engine(config: EngineConfig, model: Decoder, share: float) -> EngineConfig:
     """On a GPU the engine takes most of what is free, unless it is told; here a learner needs its share."""
     device = model.embed_tokens.weight.device
     if device.type != "cuda" or config.num_pages is not None or config.memory_gib is not None:
         return config
     free, _ = torch.cuda.mem_get_info(device)
-    return replace(config, memory_gib=max(0.25, ENGINE_SHARE * free / 2**30))
+    return replace(config, memory_gib=max(0.25, share * free / 2**30))
 
 
 def _supervised(config: RLRunConfig, tokenizer: Tokenizer) -> ChatRows | None:
@@ -228,12 +248,15 @@ def _supervised(config: RLRunConfig, tokenizer: Tokenizer) -> ChatRows | None:
 def _introduction(config: RLRunConfig, policy: Policy, longest: Mapping[str, int]) -> str:
     parameters = sum(parameter.numel() for parameter in policy.model.parameters())
     rl = config.rl
-    prompts = ", ".join(f"{name} (prompts of about {length} tokens)" for name, length in longest.items())
+    prompts = ", ".join(
+        f"{name} (prompts of about {length} tokens)" if length else name for name, length in longest.items()
+    )  # fmt: skip
+    where = f", played by {rl.processes} process{'es' * (rl.processes > 1)}" if rl.processes else ""
     return (
         f"{config.name}: {parameters:,} parameters from {config.start_from or 'a tiny model of its own'}, on "
         f"{policy.model.embed_tokens.weight.device}\n"
         f"{prompts}; {rl.tasks} tasks of {rl.rollout.group_size} samples an iteration, objective "
-        f"{rl.learner.objective.kind}{', overlapped' if rl.overlap else ''}"
+        f"{rl.learner.objective.kind}{', overlapped' if rl.overlap else ''}{where}"
     )
 
 

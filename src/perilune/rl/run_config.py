@@ -8,9 +8,11 @@ also has the config.json of an ordinary run, so that every verb that opens a run
 
 import asyncio
 import dataclasses
+import importlib.util
 import json
+import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,14 +24,18 @@ from perilune.data.tokenizer import Tokenizer
 from perilune.model import Decoder
 from perilune.rl.environment import Environment, EpisodeOver, Message
 from perilune.rl.environments.arithmetic import Arithmetic
+from perilune.rl.environments.black_box import BlackBox
 from perilune.rl.environments.calculator import Calculator
 from perilune.rl.environments.code import Code
 from perilune.rl.environments.copying import Copying
 from perilune.rl.environments.drawing import Drawing
+from perilune.rl.environments.gathering import Gathering
 from perilune.rl.environments.logic import Logic
 from perilune.rl.environments.looking import Looking
 from perilune.rl.environments.tool_use import ToolUse
+from perilune.rl.environments.wide_search import WideSearch
 from perilune.rl.environments.word_problems import WordProblems
+from perilune.rl.evaluation import EvaluationConfig
 from perilune.rl.loop import RLConfig
 from perilune.rl.talk import attachment
 from perilune.serve.sessions import Sessions
@@ -57,25 +63,20 @@ class EnvironmentsConfig:
     tool_use: ToolUse | None = None
     drawing: Drawing | None = None
     looking: Looking | None = None
+    gathering: Gathering | None = None
+    wide_search: WideSearch | None = None
+    black_box: BlackBox | None = None
 
     def chosen(self) -> dict[str, Environment]:
         found = {each.name: getattr(self, each.name) for each in dataclasses.fields(self)}
         return {name: environment for name, environment in found.items() if environment is not None}
 
-
-@dataclass(frozen=True, kw_only=True)
-class EvaluationConfig:
-    tasks: int = 64
-    """Of the test split of each environment, greedy; 0: no evaluation."""
-    every: int = 0
-    """Iterations between evaluations; 0: before and after only."""
-    samples: int = 4
-    """Episodes of each environment that the report shows."""
-
-    def __post_init__(self) -> None:
-        for name in ("tasks", "every", "samples"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"evaluation.{name} is {getattr(self, name)!r}, expected 0 or more")
+    def letters(self) -> str | None:
+        """Those of copying, by itself or by an agent; None where something else is trained, alone or too."""
+        if len(self.chosen()) != 1:
+            return None
+        copying = self.copying if self.black_box is None else self.black_box.copying
+        return None if copying is None else copying.letters
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,8 +92,13 @@ class RLRunConfig:
     makes_model: bool = False
     """Without start_from: make and teach a tiny model."""
     device: str = "auto"
+    engine_share: float = 0.4
+    """Of a GPU's free memory for the pages of engines, unless engine.memory_gib says how much: the learner needs the
+    rest. Less where several runs share a card."""
 
     def __post_init__(self) -> None:
+        if not 0 < self.engine_share < 1:
+            raise ValueError(f"engine_share is {self.engine_share!r}, expected above 0 and below 1")
         if not self.name or self.name.startswith(".") or "/" in self.name or "\\" in self.name:
             raise ValueError(f"name is {self.name!r}, expected a folder name without slashes or a leading dot")
 
@@ -133,10 +139,17 @@ def check(config: RLRunConfig, environments: Mapping[str, Environment]) -> None:
         raise RLRunError("no environment is set: give one, as --set 'environments.arithmetic={}'")
     if not config.start_from and not config.makes_model:
         raise RLRunError("this recipe starts from a trained model: give --from RUN or --from FOLDER")
-    if not config.start_from and set(environments) != {"copying"}:
+    is_taught = config.environments.letters() is not None or tuple(environments) == ("gathering",)
+    if not config.start_from and not is_taught:
         raise RLRunError(
-            f"the tiny model that a recipe makes knows only copying, and the run has {', '.join(environments)}: "
-            "give --from RUN or --from FOLDER"
+            "the tiny model that a recipe makes knows only copying or gathering, and the run has "
+            f"{', '.join(environments)}: give --from RUN or --from FOLDER"
+        )
+    has_workers = any(getattr(each, "uses_asides", False) for each in environments.values())
+    if config.rl.parl is not None and not has_workers:
+        raise RLRunError(
+            f"parl is set, and {', '.join(environments)} has no workers: train in wide_search or gathering, or leave "
+            "parl out"
         )
     if config.ptx.sources and not config.rl.learner.ptx_weight:
         raise RLRunError("ptx.sources is set but learner.ptx_weight is 0: give it a weight, --learner.ptx-weight 0.1")
@@ -145,10 +158,29 @@ def check(config: RLRunConfig, environments: Mapping[str, Environment]) -> None:
             f"learner.ptx_weight is {config.rl.learner.ptx_weight!r} but ptx.sources is empty: give a file of "
             "dialogues, --ptx.sources chats.jsonl"
         )
+    _check_black_box(config)
     if config.rl.rollout.talk.temperature != 1.0:
         raise RLRunError(
             f"rollout.talk.temperature is {config.rl.rollout.talk.temperature!r}, expected 1.0: what is trained on is "
             "sampled there, and evaluation is greedy by itself"
+        )
+
+
+def _check_black_box(config: RLRunConfig) -> None:
+    agent, limit = config.environments.black_box, config.rl.rollout.episode_seconds
+    if agent is None:
+        return
+    if importlib.util.find_spec("uvicorn") is None:
+        raise RLRunError("black_box needs the extra 'serve': pip install 'perilune[serve]'")
+    if agent.command and shutil.which(agent.command[0]) is None:
+        raise RLRunError(
+            f"black_box.command begins with {agent.command[0]!r}, which is no program: give its path, as "
+            "--environments.black-box.command python my_agent.py"
+        )
+    if agent.seconds >= limit:
+        raise RLRunError(
+            f"black_box.seconds is {agent.seconds:g}, expected less than rollout.episode_seconds, {limit:g}: an agent "
+            "out of time is judged, an episode out of time is lost"
         )
 
 
@@ -157,20 +189,15 @@ def needs_sight(environment: Environment) -> bool:
     return isinstance(environment, Looking) or (isinstance(environment, Drawing) and environment.ask != "words")
 
 
-def with_other_pictures(environment: Environment) -> Environment | None:
-    """The same tasks with pictures of others: what a policy gets without looking. None where nothing is shown, or where
-    other pictures are shown already."""
-    if isinstance(environment, Drawing) and environment.ask == "picture":
-        return replace(environment, ask="shuffled")
-    if isinstance(environment, Looking) and not environment.shuffled:
-        return replace(environment, shuffled=True)
-    return None
-
-
 def check_model(
     config: RLRunConfig, environments: Mapping[str, Environment], model: Decoder, tokenizer: Tokenizer
 ) -> dict[str, int]:
     """Tokens of the longest first prompt of each environment; RLRunError where model and run do not fit."""
+    if config.rl.learner.routing_replay and model.config.moe is None:
+        raise RLRunError(
+            f"learner.routing_replay is True, and the model of {config.start_from or config.name!r} has no experts: "
+            "leave it off"
+        )
     for name, environment in environments.items():
         if needs_sight(environment) and model.config.vision is None:
             control = ", or take the same task in words, drawing_text" if name == "drawing" else ""
@@ -216,6 +243,11 @@ class _FirstPrompt:
     ) -> Message:
         self.tools = tools
         raise EpisodeOver
+
+    def aside(self, name: str) -> "_FirstPrompt":
+        return _FirstPrompt()
+
+    def note(self, *events: Mapping[str, Any]) -> None: ...
 
 
 def prompt_length(environment: Environment, number: int, tokenizer: Tokenizer, config: RLConfig) -> int:

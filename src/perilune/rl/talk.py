@@ -13,26 +13,39 @@ the policy said so far, the last perhaps unfinished. A talk that is given these 
 the engine, and samples on where they end. So an episode can be continued in a later iteration, by other weights, or
 after a restart. An environment has to be a function of its task and of what the policy says; one that is not is found
 out here, since its next prompt differs from the one that was served.
+
+    worker = talk.aside("main/reader-1.0")      another conversation of the same episode, with the workers' weights
+
+Frozen workers sample from their own engine, and nothing they say is recorded for training. Trained jointly they sample
+from the policy, and their branches follow those of the policy. A parked episode keeps what its workers said too.
 """
 
 import base64
 import binascii
+import contextlib
 import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+import json
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from perilune.data.chat import Attachment, parse_message, parse_tools
 from perilune.data.chat_messages import ChatError, ChatMessage
 from perilune.data.chat_parser import ChatParser, Parsed
 from perilune.data.images import DEFAULT_PROCESSOR, ProcessorConfig, image_media, load_image
 from perilune.data.tokenizer import Tokenizer
-from perilune.rl.environment import EpisodeOver, Message
-from perilune.rl.trajectory import Recording
+from perilune.rl.environment import Access, EpisodeOver, Message
+from perilune.rl.trajectory import Branch, Recording, plain_routes, routes_of
 from perilune.serve.async_engine import AsyncEngine
 from perilune.serve.request import MAX_SEED, Picture, Request, SamplingParams
 from perilune.serve.sessions import SessionPrompt, Sessions
 from perilune.serve.text_stream import TextStream
+
+if TYPE_CHECKING:
+    from perilune.rl.gateway import Gateway
 
 
 class EpisodeParked(EpisodeOver):
@@ -52,6 +65,8 @@ class TalkConfig:
     """Only for evaluation: what is trained on is sampled at 1."""
     thinking: bool = False
     processor: ProcessorConfig = DEFAULT_PROCESSOR
+    record_routes: bool = False
+    """Keep the experts that every token met, for learner.routing_replay, which sets this."""
 
     def __post_init__(self) -> None:
         for name in ("max_tokens", "max_turns"):
@@ -70,6 +85,8 @@ class Turn:
     is_over: bool
     """False: it was cut to be continued."""
     finish: str = "stop"
+    routes: Mapping[str, Any] | None = None
+    """Of its last tokens but the very last: those that no turn before it has. As trajectory.plain_routes."""
 
     def plain(self) -> dict[str, Any]:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
@@ -77,11 +94,23 @@ class Turn:
     @staticmethod
     def of(plain: Mapping[str, Any]) -> "Turn":
         lists = {name: tuple(plain[name]) for name in ("prompt", "tokens", "logprobs", "versions")}
-        return Turn(**lists, is_over=plain["is_over"], finish=plain["finish"])
+        return Turn(**lists, is_over=plain["is_over"], finish=plain["finish"], routes=plain.get("routes"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workers:
+    """Who plays the asides of episodes."""
+
+    engine: AsyncEngine
+    tokenizer: Tokenizer
+    config: TalkConfig
+    """Of one worker in one episode."""
+    trained: bool = False
+    """They are the policy, and are trained with it."""
 
 
 class EngineTalk:
-    """Implements `environment.Talk`."""
+    """Implements `environment.Talk` and `Serves`."""
 
     def __init__(
         self,
@@ -94,8 +123,12 @@ class EngineTalk:
         seed: int,
         turns: Sequence[Turn] = (),
         allowance: int | None = None,
+        workers: Workers | None = None,
+        asides: Mapping[str, Sequence[Turn]] | None = None,
+        gateway: "Callable[[], Gateway] | None" = None,
     ) -> None:
-        """`allowance`: tokens it may sample before it is parked; None: no limit but the config's."""
+        """`allowance`: tokens it may sample before it is parked; None: no limit but the config's. `workers` play its
+        asides, and `asides` is what they have said already. `gateway` gives the one that programs are served by."""
         self._engine, self._sessions, self._tokenizer, self._config = engine, sessions, tokenizer, config
         self._name, self._seed = name, seed
         self._known = list(turns)
@@ -106,10 +139,26 @@ class EngineTalk:
         self._ends = frozenset({tokenizer.eos_id, tokenizer.special_ids["<|im_end|>"]})
         self.turns: list[Turn] = []
         self.recording = Recording()
+        self.events: list[Mapping[str, Any]] = []
+        self._workers, self._known_asides = workers, dict(asides or {})
+        self._asides: dict[str, EngineTalk] = {}
+        self._gateway = gateway
+        self._was_refused = False
 
     @property
     def messages(self) -> Sequence[Message]:
         return tuple(self._messages)
+
+    @property
+    def branches(self) -> tuple[Branch, ...]:
+        """What is trained on: the policy's, then those of workers that are trained with it, by their names."""
+        trained = self._workers is not None and self._workers.trained
+        others = [self._asides[name].branches for name in sorted(self._asides)] if trained else []
+        return (*self.recording.branches, *(branch for branches in others for branch in branches))
+
+    @property
+    def aside_turns(self) -> dict[str, tuple[Turn, ...]]:
+        return {name: tuple(aside.turns) for name, aside in self._asides.items()}
 
     @property
     def num_sampled(self) -> int:
@@ -117,8 +166,9 @@ class EngineTalk:
 
     @property
     def finish(self) -> str:
-        """ "length" when a reply was cut for good, else "stop"."""
-        return "length" if any(turn.finish == "length" for turn in self.turns) else "stop"
+        """ "length" when a reply was cut for good, or refused to a program, else "stop"."""
+        cut = self._was_refused or any(turn.finish == "length" for turn in self.turns)
+        return "length" if cut else "stop"
 
     def add(self, *messages: Message) -> None:
         for message in messages:
@@ -129,6 +179,39 @@ class EngineTalk:
             ]
             self._messages.append(message)
             self._parsed.append(parsed)
+
+    def aside(self, name: str) -> "EngineTalk":
+        if self._workers is None:
+            raise TalkError(f"{self._name}: there is nobody to play {name!r}: the run has no workers")
+        if name not in self._asides:
+            workers = self._workers
+            records = self._config.record_routes and workers.trained
+            config = replace(workers.config, record_routes=records)
+            self._asides[name] = EngineTalk(
+                workers.engine, Sessions(workers.tokenizer), workers.tokenizer, config,
+                name=f"{self._name}@{name}", seed=self._seed, turns=self._known_asides.get(name, ()),
+            )  # fmt: skip
+        return self._asides[name]
+
+    def note(self, *events: Mapping[str, Any]) -> None:
+        # As they will be read from a file: whoever judges them sees the same now and then.
+        self.events += json.loads(json.dumps(events, allow_nan=False))
+
+    @contextlib.asynccontextmanager
+    async def served(self) -> AsyncIterator[Access]:
+        """As `Serves` has it. A program cannot be parked: its episode is played to the end, whatever the allowance."""
+        if self._gateway is None:
+            raise TalkError(f"{self._name}: this talk has no gateway for programs")
+        opened = None
+        try:
+            async with self._gateway().episode(name=self._name, seed=self._seed, config=self._config) as opened:
+                yield opened.access
+        finally:
+            if opened is not None:
+                self.turns += opened.episode.turns()
+                self.recording.branches += opened.episode.branches()
+                self._messages += opened.episode.messages()
+                self._was_refused = self._was_refused or bool(opened.episode.num_refused)
 
     async def ask(
         self, *, tools: Sequence[Mapping[str, Any]] = (), max_tokens: int | None = None, stop: Sequence[str] = ()
@@ -155,7 +238,8 @@ class EngineTalk:
             turn = await self._sampled(prompt, turn, number, limit, tuple(stop))
         self.turns.append(turn)
         self.recording.add(
-            turn.prompt, turn.tokens, turn.logprobs, turn.versions, media=prompt.media, starts=prompt.starts
+            turn.prompt, turn.tokens, turn.logprobs, turn.versions, media=prompt.media, starts=prompt.starts,
+            routes=None if turn.routes is None else routes_of(turn.routes),
         )  # fmt: skip
         if not turn.is_over:
             raise EpisodeParked
@@ -177,6 +261,11 @@ class EngineTalk:
         tokens = list(begun.tokens) if begun is not None else []
         logprobs = list(begun.logprobs) if begun is not None else []
         versions = list(begun.versions) if begun is not None else []
+        routes = [] if begun is None or begun.routes is None else [routes_of(begun.routes)]
+        first_route = None
+        if self._config.record_routes:  # from the first token on whose routes are not known yet
+            known = self.recording.known_routes(prompt.tokens)
+            first_route = len(prompt.tokens) + len(tokens) - 1 if routes else known
         room = limit - len(tokens)
         allowed = room if self._allowance is None else min(room, self._allowance)
         finish = "length"
@@ -192,16 +281,18 @@ class EngineTalk:
                     stop_ids=self._ends,
                     stop=stop,
                     logprobs=0,
+                    routes=first_route,
                 ),
                 media=pictures,
             )
-            async for output in self._engine.stream(request):
+            async for output in self._engine.stream(request, whole=True):
                 if output.error is not None:
                     raise TalkError(f"{self._name}: the engine failed: {output.error}")
                 tokens += output.token_ids
                 logprobs += [each.logprob for each in output.logprobs]
                 versions += [output.weight_version] * len(output.token_ids)
                 finish = output.finish_reason or finish
+                routes += [] if output.routes is None else [output.routes]
         if self._allowance is not None:
             self._allowance -= len(tokens) - (0 if begun is None else len(begun.tokens))
         return Turn(
@@ -211,6 +302,7 @@ class EngineTalk:
             versions=tuple(versions),
             is_over=finish != "length" or len(tokens) >= limit,
             finish=finish,
+            routes=plain_routes(np.concatenate(routes)) if routes else None,
         )
 
     def _read(self, turn: Turn, stop: tuple[str, ...]) -> Parsed:
@@ -229,6 +321,7 @@ class EngineTalk:
         return Parsed(message=parsed.message, is_ended=is_ended, closing=() if is_ended else parsed.closing)
 
 
+@lru_cache(maxsize=256)
 def attachment(kind: str, source: str, processor: ProcessorConfig, where: str = "messages") -> Attachment:
     """The patches of a picture in a message; ChatError for anything but an image in a data: URL."""
     if kind != "image" or source[:5].lower() != "data:":

@@ -7,9 +7,9 @@ itself sampled. What tools, users and sub-agents wrote is context.
 
 Log-probs and the version of the weights are the engine's own, of the moment it sampled; nothing overwrites them.
 
-A `Trajectory` also keeps its task, the transcript and the facets of its reward: the environment judges the stored
-transcript again and gets the same numbers, bit by bit. Files are JSON lines, each with a checksum; a file counts only
-when complete.
+A `Trajectory` also keeps its task, the transcript, what the episode noted (the journal of its workers) and the facets
+of its reward: the environment judges what is stored again and gets the same numbers, bit by bit. Files are JSON lines,
+each with a checksum; a file counts only when complete.
 """
 
 import base64
@@ -52,6 +52,9 @@ class Branch:
     media: tuple[Media, ...] = ()
     starts: tuple[int, ...] = ()
     """Where the first <|media_pad|> of each picture stands."""
+    routes: np.ndarray | None = None
+    """uint8 or uint16 [n - 1, layers of experts, experts per token]: the experts of all tokens but the last, as the
+    engine chose them when it first sampled behind them. None where they were not recorded."""
 
     def __post_init__(self) -> None:
         shapes = {name: getattr(self, name).shape for name in ("tokens", "mask", "logprobs", "versions")}
@@ -59,6 +62,11 @@ class Branch:
             raise TrajectoryError(f"a branch has arrays of shapes {shapes}, expected [n] for all")
         if len(self.media) != len(self.starts):
             raise TrajectoryError(f"a branch has {len(self.media)} pictures at {len(self.starts)} places")
+        if self.routes is not None and (self.routes.ndim != 3 or len(self.routes) != max(0, len(self.tokens) - 1)):
+            raise TrajectoryError(
+                f"a branch of {len(self.tokens)} tokens has routes of shape {self.routes.shape}, expected "
+                f"[{max(0, len(self.tokens) - 1)}, layers, experts]: of all tokens but the last"
+            )
         if not np.isfinite(self.logprobs[self.mask]).all() or (self.logprobs[self.mask] > 1e-3).any():
             raise TrajectoryError(
                 "a branch holds log-probs that are not finite or above 0: the engine reports ln p <= 0"
@@ -80,6 +88,18 @@ class Recording:
 
     branches: list[Branch] = field(default_factory=list)
 
+    def known_routes(self, prompt: Sequence[int]) -> int:
+        """Of how many of the first tokens of this prompt the routes are recorded already."""
+        before = self._continued(np.asarray(prompt, dtype=np.int32))
+        return 0 if before is None or before.routes is None else len(before.routes)
+
+    def _continued(self, prompt: np.ndarray) -> Branch | None:
+        """The last branch, if the prompt begins with all of its tokens."""
+        before = self.branches[-1] if self.branches else None
+        if before is None or len(prompt) < len(before.tokens) or not _starts_with(prompt, before.tokens):
+            return None
+        return before
+
     def add(
         self,
         prompt: Sequence[int],
@@ -90,23 +110,24 @@ class Recording:
         media: Sequence[Media] = (),
         starts: Sequence[int] = (),
         trained: bool = True,
+        routes: np.ndarray | None = None,
     ) -> None:
         """One reply: what it was given, what it sampled, with the engine's log-probs and its weights' version(s).
 
-        `media` are all pictures of the prompt, `starts` the place of each one's first pad.
+        `media` are all pictures of the prompt, `starts` the place of each one's first pad. `routes` are those of all
+        tokens but the last, or as many of them, from the end, as are not recorded yet; what is recorded stays.
         """
         if len(sampled) != len(logprobs):
             raise TrajectoryError(f"a reply has {len(sampled)} tokens but {len(logprobs)} log-probs")
         versions = [version] * len(sampled) if isinstance(version, int) else list(version)
         if len(versions) != len(sampled):
             raise TrajectoryError(f"a reply has {len(sampled)} tokens but {len(versions)} versions")
-        before = self.branches[-1] if self.branches else None
         given = np.asarray(prompt, dtype=np.int32)
-        if before is not None and len(given) >= len(before.tokens) and _starts_with(given, before.tokens):
+        before = self._continued(given)
+        joined = _joined_routes(before, routes, len(prompt) + len(sampled) - 1)
+        if before is not None:
             self.branches.pop()
-            added = given[len(before.tokens) :]
-        else:
-            before, added = None, given
+        added = given if before is None else given[len(before.tokens) :]
         parts = [] if before is None else [before]
         parts += [_context(added), _sampled(sampled, logprobs, versions, trained=trained)]
         self.branches.append(
@@ -117,8 +138,23 @@ class Recording:
                 },
                 media=tuple(media),
                 starts=tuple(starts),
+                routes=joined,
             )
         )
+
+
+def _joined_routes(before: Branch | None, routes: np.ndarray | None, count: int) -> np.ndarray | None:
+    """Those of `count` tokens: what was recorded before, and behind it what is new."""
+    if routes is None:
+        return None
+    known = routes[:0] if before is None or before.routes is None else before.routes
+    first = count - len(routes)
+    if not 0 <= first <= len(known):
+        raise TrajectoryError(
+            f"a reply has routes of its last {len(routes)} tokens of {count}, and those of the first {len(known)} are "
+            "recorded: expected all of the others"
+        )
+    return np.concatenate([known, routes[len(known) - first :]])
 
 
 def _starts_with(tokens: np.ndarray, first: np.ndarray) -> bool:
@@ -166,6 +202,8 @@ class Trajectory:
     """Parts of the reward by name."""
     reward: float
     finish: Finish
+    events: tuple[Mapping[str, Any], ...] = ()
+    """What the episode noted; JSON."""
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.reward) or not all(math.isfinite(value) for value in self.facets.values()):
@@ -231,6 +269,8 @@ def _plain(trajectory: Trajectory) -> dict[str, Any]:
     plain: dict[str, Any] = {name: getattr(trajectory, name) for name in names}
     plain |= {name: dict(plain[name]) for name in ("task_data", "weights", "facets")}
     plain["messages"] = list(trajectory.messages)
+    if trajectory.events:
+        plain["events"] = list(trajectory.events)
     plain["branches"] = [
         {
             "tokens": branch.tokens.tolist(),
@@ -239,6 +279,7 @@ def _plain(trajectory: Trajectory) -> dict[str, Any]:
             "logprobs": branch.logprobs[branch.mask].tolist(),
             "versions": branch.versions[branch.mask].tolist(),
             **({"media": [_plain_media(*pair) for pair in zip(branch.media, branch.starts)]} if branch.media else {}),
+            **({} if branch.routes is None else {"routes": plain_routes(branch.routes)}),
         }
         for branch in trajectory.branches
     ]
@@ -256,9 +297,33 @@ def _from_plain(plain: dict[str, Any]) -> Trajectory:
         media = [_media_of(item) for item in each.get("media", ())]
         starts = tuple(int(item["start"]) for item in each.get("media", ()))
         branches.append(
-            Branch(tokens=tokens, mask=mask, logprobs=logprobs, versions=versions, media=tuple(media), starts=starts)
+            Branch(
+                tokens=tokens,
+                mask=mask,
+                logprobs=logprobs,
+                versions=versions,
+                media=tuple(media),
+                starts=starts,
+                routes=routes_of(each["routes"]) if "routes" in each else None,
+            )
         )
-    return Trajectory(branches=tuple(branches), messages=tuple(plain.pop("messages")), **plain)
+    messages, events = tuple(plain.pop("messages")), tuple(plain.pop("events", ()))
+    return Trajectory(branches=tuple(branches), messages=messages, events=events, **plain)
+
+
+def plain_routes(routes: np.ndarray) -> dict[str, Any]:
+    """JSON; `routes_of` gives them back."""
+    # Low byte first, on every machine.
+    packed = zlib.compress(np.ascontiguousarray(routes, dtype=routes.dtype.newbyteorder("<")).tobytes(), 6)
+    return {"shape": list(routes.shape), "dtype": routes.dtype.name, "packed": base64.b64encode(packed).decode()}
+
+
+def routes_of(plain: Mapping[str, Any]) -> np.ndarray:
+    if plain["dtype"] not in ("uint8", "uint16"):
+        raise TrajectoryError(f"routes have dtype {plain['dtype']!r}, expected 'uint8' or 'uint16'")
+    stored = np.dtype(plain["dtype"]).newbyteorder("<")
+    flat = np.frombuffer(zlib.decompress(base64.b64decode(plain["packed"])), dtype=stored)
+    return flat.reshape(plain["shape"]).astype(plain["dtype"])
 
 
 def _plain_media(media: Media, start: int) -> dict[str, Any]:

@@ -7,6 +7,7 @@ it), or when it is as long as was asked for.
 from perilune.data.tokenizer import Tokenizer
 from perilune.serve.job import Job
 from perilune.serve.request import FinishReason, Output, Request, TokenLogprob
+from perilune.serve.routes import Kept
 from perilune.serve.sampler import SamplerRow
 from perilune.serve.text_stream import Piece, TextStream
 
@@ -16,6 +17,8 @@ class Answer:
         self, request: Request, job: Job, row: SamplerRow, stop_ids: frozenset[int], tokenizer: Tokenizer
     ) -> None:
         self.request, self.job, self.row = request, job, row
+        self.kept = None if request.params.routes is None else Kept(request.params.routes)
+        """Its routes that pages may not hold any more; None: nobody asked for routes."""
         self._stop_ids = stop_ids
         self._text = TextStream(tokenizer, request.params.stop, request.params.include_stop)
         # Nothing predicts the first token of a prompt.

@@ -81,6 +81,7 @@ class ServerConfig:
     share_prefixes: let callers with different keys share cached prefixes (they could then probe, by time, what others
     have asked).
     template: of the chat, when the model brings its own.
+    prompts: what reads bodies and makes prompts of them, where it is not the usual (rl/gateway.py).
     routes: more routes, such as a page.
     """
 
@@ -96,6 +97,7 @@ class ServerConfig:
     aliases: tuple[str, ...] = ()
     share_prefixes: bool = False
     template: ChatTemplate | None = None
+    prompts: Prompts | None = None
     processor: ProcessorConfig = DEFAULT_PROCESSOR
     session_limits: SessionLimits = field(default_factory=SessionLimits)
     fetch: Fetch | None = None
@@ -142,7 +144,7 @@ def build_app(engine: EngineLike, tokenizer: Tokenizer, model_name: str, config:
         config=config,
         admission=admission,
         metrics=Metrics(engine.stats, sequences=lambda: admission.sequences),
-        prompts=Prompts(tokenizer, config, model_name),
+        prompts=config.prompts or Prompts(tokenizer, config, model_name),
         threads=ThreadPoolExecutor(4, thread_name_prefix="perilune-bodies"),
         models=(model_name, *config.aliases),
     )
@@ -391,6 +393,14 @@ async def _weights(parts: Parts, request: HTTPRequest) -> Response:
     if parts.loading.locked():
         raise Refusal("other weights are being loaded", status=409, code="loading")
     async with parts.loading:
+        if version is not None and version == getattr(parts.engine.stats(), "weight_version", None):
+            raise Refusal(
+                f"version is {version}, and the weights in use have it: give another, or none for the next one. "
+                "Answers with the same version come from the same weights",
+                status=409,
+                param="version",
+                code="version_in_use",
+            )
         try:
             loaded = await parts.config.load_weights(path, version)
         except (ValueError, OSError, KeyError) as error:

@@ -82,13 +82,16 @@ class AsyncEngine:
 
     # --- for readers ------------------------------------------------------------------------------------------------
 
-    async def stream(self, request: Request) -> AsyncGenerator[Output, None]:
-        """Events of a request; the last has a finish_reason. Raises RequestError, QueueFull, EngineDead."""
+    async def stream(self, request: Request, *, whole: bool = False) -> AsyncGenerator[Output, None]:
+        """Events of a request; the last has a finish_reason. Raises RequestError, QueueFull, EngineDead.
+
+        With `whole` they come when the last is there, few of them: a reader of many answers is not woken by each token.
+        """
         if self._closing:
             raise EngineDead("the engine is closing")
         if request.params.grammar is not None:  # takes long, and the engine has other things to do
             await asyncio.get_running_loop().run_in_executor(self._grammar_threads, self._engine.prepare, request)
-        mailbox = _Mailbox(request.request_id, self._post(asyncio.get_running_loop()))
+        mailbox = _Mailbox(request.request_id, self._post(asyncio.get_running_loop()), whole=whole)
         try:
             await self._ask(lambda: self._add(request, mailbox))
             while True:
@@ -103,6 +106,11 @@ class AsyncEngine:
     async def load_weights(self, weights: Mapping[str, object] | object, version: int) -> None:
         """Between two steps; requests under way go on with the new weights."""
         await self._ask(lambda: self._engine.load_weights(weights, version))
+
+    @property
+    def max_length(self) -> int | None:
+        """Tokens of a prompt and its answer together; None where the engine does not say."""
+        return getattr(self._engine, "max_length", None)
 
     def stats(self) -> object:
         """Numbers of the moment, read beside the engine's thread."""
@@ -228,6 +236,12 @@ class AsyncEngine:
                 continue
             if output.finished:
                 del self._mailboxes[output.request_id]
+            elif mailbox.held is not None:
+                mailbox.held.append(output)
+                continue
+            *earlier, output = [output] if mailbox.held is None else merged([*mailbox.held, output])
+            for event in earlier:
+                mailbox.post.send(mailbox, event)
             if not mailbox.post.send(mailbox, output) and not output.finished:
                 self._cancel(mailbox)  # its event loop is closed
 
@@ -260,9 +274,11 @@ class AsyncEngine:
 class _Mailbox:
     """Events of one stream that nobody has read yet."""
 
-    def __init__(self, request_id: str, post: "_Post") -> None:
+    def __init__(self, request_id: str, post: "_Post", *, whole: bool = False) -> None:
         self.request_id = request_id
         self.post = post
+        self.held: list[Output] | None = [] if whole else None
+        """Of the engine's thread: what waits for the last event; None: nothing does."""
         self.is_over = False
         """The last event has been put in: there is nothing left to cancel."""
         self._outputs: list[Output] = []

@@ -18,7 +18,7 @@ import logging
 import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -99,6 +99,7 @@ class Engine:
             max_sequences=self.config.max_sequences,
             deterministic=self.config.deterministic,
             device=place,
+            record_routes=self.config.record_routes,
         )
         self._sampler = Sampler(vocab_size, forbidden=forbidden_ids(tokenizer, vocab_size), device=place)
         self._is_asynchronous = self.config.is_asynchronous(place)
@@ -178,6 +179,7 @@ class Engine:
                 f"the prompt has {len(prompt)} tokens and max_tokens is {max_tokens!r}, expected at most "
                 f"{self.max_length} together: shorten the prompt or lower max_tokens",
             )
+        self._check_routes(request)
         vision = self._model.config.vision
         for index, picture in enumerate(request.media):
             if vision is None:
@@ -194,6 +196,15 @@ class Engine:
                 "media",
                 f"the prompt has {prompt.count(pad)} <|media_pad|> and its pictures take {len(places)} places, "
                 "expected every pad to belong to a picture",
+            )
+
+    def _check_routes(self, request: Request) -> None:
+        first = request.params.routes
+        if first is not None and self._runner.routes is None:
+            raise RequestError("routes", f"routes is {first!r}, but the engine records none: set record_routes=True")
+        if first is not None and first >= len(request.prompt):
+            raise RequestError(
+                "routes", f"routes is {first!r}, expected a position inside the {len(request.prompt)} prompt tokens"
             )
 
     def _end(self, request_id: str) -> Answer:
@@ -281,7 +292,7 @@ class Engine:
                 logger.exception("request %s failed", request_id)
                 output = answer.ended("error", flight.weight_version, f"{type(error).__name__}: {error}")
             if output is not None:
-                self._outbox.append(output)
+                self._outbox.append(self._with_routes(output, answer))
                 if output.finished:
                     self._end(request_id)
 
@@ -296,6 +307,21 @@ class Engine:
         if answer.request.params.max_tokens == 0 and landed.share.end == landed.job.num_prompt:
             return answer.prompt_alone(flight.weight_version)
         return None
+
+    def _with_routes(self, output: Output, answer: Answer) -> Output:
+        if answer.kept is None or output.finish_reason not in ("stop", "length"):
+            return output
+        assert self._runner.routes is not None
+        job = answer.job
+        end = len(job.tokens) - (1 if job.num_sampled else 0)
+        return replace(output, routes=self._runner.routes.read(answer.kept, job.pages, end))
+
+    def _keep_routes(self, job: Job) -> None:
+        """Of a job that gives up its pages. Before its first token nothing was sampled with them: they are not kept."""
+        kept = self._answers[job.request_id].kept
+        if kept is not None and job.length > job.num_prompt:
+            assert self._runner.routes is not None
+            kept.keep(self._runner.routes, job.pages, job.computed)
 
     # --- everything else --------------------------------------------------------------------------------------------
 
@@ -355,7 +381,7 @@ class Engine:
         config = self.config
         assert config.num_pages is not None
         has_states = "kda" in self._model.config.layer_pattern()
-        return Scheduler(
+        scheduler = Scheduler(
             SchedulerConfig(
                 token_budget=config.token_budget,
                 patience=config.patience,
@@ -367,6 +393,8 @@ class Engine:
             page_size=config.page_size,
             states=States(config.max_sequences, config.snapshots, needed=has_states),
         )
+        scheduler.on_preempt = self._keep_routes if config.record_routes else None
+        return scheduler
 
 
 def forbidden_ids(tokenizer: Tokenizer, vocab_size: int) -> list[int]:

@@ -11,6 +11,7 @@ With `capture=False` the same padded step runs without a graph: what tests compa
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -23,6 +24,8 @@ from perilune.model.paged_batch import Run, decode_batch, decode_numbers
 
 SMALLEST_WIDTH = 16
 WARM_UPS = 2
+RECORDING = threading.Lock()
+"""Engines of one process (a policy and its frozen workers) record one at a time: PyTorch has one stream for it."""
 
 
 def batch_buckets(max_sequences: int) -> tuple[int, ...]:
@@ -139,7 +142,8 @@ class DecodeGraphs:
                 self._padded(recording)
         torch.cuda.current_stream(self._device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._memory):
+        # By thread: a learner may take memory in another one meanwhile, which would break a recording of all threads.
+        with RECORDING, torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
             recording.output = self._padded(recording)
         recording.graph = graph
         return recording

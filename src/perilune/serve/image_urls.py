@@ -1,25 +1,24 @@
 """Pictures from the web, for a server that was told to fetch them: every hop guarded, every size and time bounded.
 
-    fetch = image_fetcher(WebGuard(check=..., addresses=...))
+    fetch = image_fetcher(NetworkPolicy(allow=("example.org",)))
     content = await fetch("https://example.org/moon.png", 1 << 24)
 
-A caller's URL makes this machine open a connection, so a guard decides first, again at every redirect: `check` reads
-the text of a URL (scheme, host, port, lists) and gives a target or raises; `addresses` gives the addresses of its host,
-all of them public, or raises. The connection goes to exactly these addresses, so that a name which answers differently
-the next time gains nothing. There are no cookies, no credentials, no proxies and no compression.
+A caller's URL makes this machine open a connection, so the guard of public_web.py decides first, again at every
+redirect, by the text of the URL and by the addresses of its host, all of them public. The connection goes to exactly
+these addresses, so that a name which answers differently the next time gains nothing. There are no cookies, no
+credentials, no proxies and no compression.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import cache
-from typing import Any, Protocol
 
 import h11
 
+from perilune.public_web import Address, NetworkPolicy, PublicResolver, Resolver, Target, checked
 from perilune.serve.attachments import Fetch
 
 MOST_ADDRESSES = 4
@@ -30,44 +29,28 @@ class FetchFailed(ValueError):
     """The URL may be fetched, but it did not work out."""
 
 
-class Target(Protocol):
-    """A URL that passed the guard, in its parts; `path` holds the query and is percent-encoded."""
-
-    @property
-    def scheme(self) -> str: ...
-    @property
-    def host(self) -> str: ...
-    @property
-    def port(self) -> int: ...
-    @property
-    def path(self) -> str: ...
-    @property
-    def authority(self) -> str: ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class WebGuard:
-    """check(url, where a redirect came from) -> target; addresses(host) -> public addresses. Both raise ValueError."""
-
-    check: Callable[[str, Any], Target]
-    addresses: Callable[[str], Awaitable[Sequence[Any]]]
-
-
 def image_fetcher(
-    guard: WebGuard, *, seconds: float = 20.0, connect_seconds: float = 5.0, redirects: int = 3, at_once: int = 16
+    policy: NetworkPolicy,
+    *,
+    resolver: Resolver | None = None,
+    seconds: float = 20.0,
+    connect_seconds: float = 5.0,
+    redirects: int = 3,
+    at_once: int = 16,
 ) -> Fetch:
     """What `ServerConfig.fetch` takes. At most `at_once` pictures are fetched at a time, over all callers."""
+    known = PublicResolver() if resolver is None else resolver
     places = asyncio.Semaphore(at_once)
 
     async def fetch(url: str, max_bytes: int) -> bytes:
         try:
             async with asyncio.timeout(seconds), places:
-                target = guard.check(url, None)
+                target = checked(url, policy)
                 for _ in range(redirects + 1):
-                    found = await _one_hop(target, await guard.addresses(target.host), max_bytes, connect_seconds)
+                    found = await _one_hop(target, await known.addresses(target.host), max_bytes, connect_seconds)
                     if isinstance(found, bytes):
                         return found
-                    target = guard.check(found, target)
+                    target = checked(found, policy, base=target)
         except TimeoutError:
             raise FetchFailed(f"no whole answer within {seconds:g} s") from None
         except (OSError, ssl.SSLError, h11.ProtocolError) as error:
@@ -77,7 +60,7 @@ def image_fetcher(
     return fetch
 
 
-async def _one_hop(target: Target, addresses: Sequence[Any], max_bytes: int, connect_seconds: float) -> bytes | Any:
+async def _one_hop(target: Target, addresses: Sequence[Address], max_bytes: int, connect_seconds: float) -> bytes | str:
     """The content, or where the server sends us instead (a text)."""
     reader, writer = await _connected(target, addresses, connect_seconds)
     try:
@@ -98,7 +81,7 @@ async def _one_hop(target: Target, addresses: Sequence[Any], max_bytes: int, con
 
 
 async def _connected(
-    target: Target, addresses: Sequence[Any], seconds: float
+    target: Target, addresses: Sequence[Address], seconds: float
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     tls = _tls() if target.scheme == "https" else None
     failure: Exception = OSError("the host has no address")
@@ -144,4 +127,4 @@ def _tls() -> ssl.SSLContext:
     return ssl.create_default_context()
 
 
-__all__ = ["FetchFailed", "WebGuard", "image_fetcher"]
+__all__ = ["FetchFailed", "image_fetcher"]

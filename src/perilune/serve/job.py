@@ -47,6 +47,10 @@ class Job:
     """Where its prefill leaves snapshots."""
     newest_snapshot: bytes | None = None
     """Of its decoding so far: a newer one takes its place."""
+    awaited: bytes | None = None
+    """While it waits: the block of a promise that it waits for."""
+    unpromised: int = -1
+    """While it waits: how many promises had been made when none was for it."""
 
     @property
     def length(self) -> int:

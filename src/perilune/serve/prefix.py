@@ -45,10 +45,12 @@ class PrefixCache:
         self._enabled = enabled
         self._epoch = 0  # of the weights
         self._promised: dict[bytes, tuple[Job, int]] = {}
+        self._num_promises = 0
 
     def forget_all(self) -> None:
         """The weights changed: nothing from before is found again, nor what running jobs go on to remember."""
         self._epoch += 1
+        self._num_promises += 1  # hashes differ from now on: everybody looks again
         self._pages.forget_all()
         self._states.forget_all()
 
@@ -85,14 +87,31 @@ class PrefixCache:
             promised = ()
         for place in promised:
             self._promised.setdefault(job.hashes[place // size - 1], (job, place))
+            self._num_promises += 1
 
     def is_promised(self, job: Job) -> bool:
-        """Whether a running job is about to compute a longer prefix of this one than the cache holds."""
+        """Whether a running job is about to compute a longer prefix of this one than the cache holds.
+
+        Asked at every step while `job` waits. Its blocks are gone through once; then one look at the promise it waits
+        for is enough until that is kept or withdrawn, or, where there was none, until another one is made.
+        """
         if not self._promised or job.scores_prompt:
             return False
+        if job.awaited is not None and job.root == root_hash(job.salt, self._epoch) and self._is_open(job.awaited):
+            return True
+        job.awaited = None
+        if job.unpromised == self._num_promises:
+            return False
         depth = self.lookup(job).depth
-        found = (self._promised.get(block) for block in job.hashes[depth : self._last(job)])
-        return any(owner.landed < place for owner, place in filter(None, found))
+        # The longest prefix: when that is there, so are the shorter ones.
+        job.awaited = next(filter(self._is_open, reversed(job.hashes[depth : self._last(job)])), None)
+        job.unpromised = -1 if job.awaited is not None else self._num_promises
+        return job.awaited is not None
+
+    def _is_open(self, block: bytes) -> bool:
+        """Whether the prefix up to this block is promised and not there yet."""
+        found = self._promised.get(block)
+        return found is not None and found[0].landed < found[1]
 
     def withdraw(self, job: Job) -> None:
         """`job` runs no longer."""

@@ -116,6 +116,14 @@ class Prompts:
         return self._config.template is not None or any(message.media for message in body.messages)
 
     def prepare(self, body: ChatBody | CompletionBody, contents: dict[str, bytes], caller: Caller) -> Prepared:
+        if body.common.priority < 0 and not caller.is_admin:
+            raise Refusal(
+                f"priority is {body.common.priority}, and only the admin key may be served before others: expected 0, "
+                "or more to be served after them",
+                status=403,
+                param="priority",
+                code="insufficient_permissions",
+            )
         try:
             if isinstance(body, ChatBody):
                 return self._chat(body, contents, caller)

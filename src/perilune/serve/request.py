@@ -66,6 +66,9 @@ class SamplingParams:
     logprobs: int | None = None
     """None: none. 0: of the chosen token. n: also of the n most likely."""
     prompt_logprobs: int | None = None
+    routes: int | None = None
+    """None: none. n: the last event tells which experts every computed token from position n on met. Needs an engine
+    that records them (EngineConfig.record_routes)."""
     grammar: "Grammar | None" = None
 
     def __post_init__(self) -> None:
@@ -91,7 +94,7 @@ class SamplingParams:
             raise RequestError(
                 "min_tokens", f"min_tokens is {self.min_tokens!r}, expected at most max_tokens={self.max_tokens!r}"
             )
-        for name in ("logprobs", "prompt_logprobs"):
+        for name in ("logprobs", "prompt_logprobs", "routes"):
             if getattr(self, name) is not None:
                 _whole(name, getattr(self, name), 0)
 
@@ -183,6 +186,9 @@ class Output:
     num_cached: int = 0
     """Prompt tokens whose computation was taken from the prefix cache."""
     seed: int = 0
+    routes: np.ndarray | None = field(default=None, compare=False, repr=False)
+    """Once, on the last event, when asked for: uint8 or uint16 [tokens, layers of experts, experts per token], best
+    expert first, of all tokens from `params.routes` on but the last one sampled, which is never computed."""
 
     @property
     def finished(self) -> bool:

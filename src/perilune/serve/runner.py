@@ -18,6 +18,7 @@ once instead of at every use.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -34,6 +35,7 @@ from perilune.model.side_by_side import lay_apart, lay_side_by_side, round_matri
 from perilune.serve.graphs import DecodeGraphs
 from perilune.serve.pictures import DEFAULT_BYTES, FeatureStore, media_of
 from perilune.serve.plan import Share, StepPlan
+from perilune.serve.routes import RouteBook
 
 __all__ = ["Runner", "bytes_per_page", "bytes_per_slot"]
 
@@ -53,8 +55,10 @@ class Runner:
         device: torch.device | str | None = None,
         picture_bytes: int = DEFAULT_BYTES,
         use_graphs: bool | None = None,
+        record_routes: bool = False,
     ) -> None:
-        """use_graphs: None takes them on CUDA; False never; True also runs the padded steps on a CPU, for tests."""
+        """use_graphs: None takes them on CUDA; False never; True also runs the padded steps on a CPU, for tests.
+        record_routes: keep the experts of every token (routes.py)."""
         self.device = torch.device(device) if device is not None else model.embed_tokens.weight.device
         self.model = model.to(self.device).eval()
         if model.compute_dtype in HALF:
@@ -71,6 +75,11 @@ class Runner:
             raise ValueError(f"page_size is {page_size!r}, expected a multiple of {TILE} with deterministic=True")
         self.num_pages, self.page_size, self.num_slots = num_pages, page_size, num_slots
         self.deterministic = deterministic
+        # Behind all pages, also where no layer keeps latents: the book of routes has pages then too.
+        self._scratch_row = num_pages * page_size
+        self.routes: RouteBook | None = None
+        if record_routes:
+            self.routes = RouteBook(model.config, num_pages=num_pages, page_size=page_size, device=self.device)
         self._tables = _PageTables()
         self._decode_step = None if deterministic else bind(model)
         on_cuda = self.device.type == "cuda"
@@ -79,7 +88,7 @@ class Runner:
             self._graphs = DecodeGraphs(
                 self._logits,
                 page_size=page_size,
-                scratch_row=self.cache.scratch_row,
+                scratch_row=self._scratch_row,
                 max_sequences=max_sequences,
                 device=self.device,
                 capture=on_cuda,
@@ -116,9 +125,10 @@ class Runner:
         is_all = not chunks and wanted == list(range(len(decodes)))
         batch = mixed_batch(
             decodes, chunks,
-            page_size=self.page_size, scratch_row=self.cache.scratch_row, wanted=None if is_all else wanted,
+            page_size=self.page_size, scratch_row=self._scratch_row, wanted=None if is_all else wanted,
             late_ids=late_ids, device=self.device,
         )  # fmt: skip
+        batch = self._recording(batch)
         step = self._bound_step() if batch.places is not None and not chunks and media is None else None
         hidden = self.model.step(batch, self.cache, media=media) if step is None else step(batch, self.cache)
         return self.model.logits(hidden)
@@ -161,12 +171,16 @@ class Runner:
         return self._decode_step
 
     def _logits(self, batch: PagedBatch) -> Tensor:
-        return self.model.logits(self.model.step(batch, self.cache))
+        return self.model.logits(self.model.step(self._recording(batch), self.cache))
+
+    def _recording(self, batch: PagedBatch) -> PagedBatch:
+        return batch if self.routes is None else replace(batch, routes=self.routes.at(batch.write_rows))
 
     def _deterministic_logits(self, share: Share) -> Tensor:
         if share.late_row is not None:
             raise ValueError(f"share of {share.request_id!r} has a late token: deterministic steps wait for their ids")
-        hidden = run_tiles(self.model, share, self.cache, media_of([(share, 0)], self.pictures))
+        book = None if self.routes is None else self.routes.book
+        hidden = run_tiles(self.model, share, self.cache, media_of([(share, 0)], self.pictures), book)
         return at_least_float32(logits_of_rows(hidden[len(hidden) - share.num_rows :], self.model.head_weight()))
 
     def _check(self, share: Share) -> None:

@@ -18,7 +18,7 @@ is not admitted again before it has landed.
 
 from bisect import insort
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from perilune.serve.job import Job
@@ -79,6 +79,8 @@ class Scheduler:
         )
         self.waiting: list[Job] = []
         self.running: list[Job] = []
+        self.on_preempt: Callable[[Job], None] | None = None
+        """Hears of a job that is about to give up its pages, while it has them."""
         self.num_preemptions = 0
         self.num_admitted_tokens = 0
         self.num_reused_tokens = 0
@@ -249,6 +251,8 @@ class Scheduler:
 
     def _preempt(self, job: Job) -> None:
         self.num_preemptions += 1
+        if self.on_preempt is not None:
+            self.on_preempt(job)
         self._withdraw(job)
         insort(self.waiting, job, key=_rank)
 

@@ -5,6 +5,8 @@
     server = Server(engine, tokenizer, "perilune-nano", ServerConfig())           # in a thread, for tests and notebooks
     url = server.start(); ...; server.stop()
 
+    async with serving(build_app(...), ServerConfig()) as url: ...                # beside others on this event loop
+
 It listens on 127.0.0.1. Another address is refused unless there is an API key.
 
 SIGTERM (or Ctrl-C): no new connection is accepted, what is under way goes on for at most `drain_seconds`, what is left
@@ -17,7 +19,8 @@ import asyncio
 import signal
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from types import FrameType
 from typing import Any, Protocol
 
@@ -49,6 +52,10 @@ class _Uvicorn(uvicorn.Server):
         super().__init__(config)
         self.parts = parts
         self.on_started: Callable[[], None] = lambda: None
+        self.takes_signals = True
+
+    def capture_signals(self) -> AbstractContextManager[None]:
+        return super().capture_signals() if self.takes_signals else nullcontext()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         # uvicorn's own would raise the signal again at the end, before the engine is closed.
@@ -126,6 +133,31 @@ async def _run(server: _Uvicorn, engine: ClosableEngine, socket_: socket.socket)
         server.parts.threads.shutdown(wait=False, cancel_futures=True)
 
 
+@asynccontextmanager
+async def serving(app: Starlette, config: ServerConfig, *, port: int = 0) -> AsyncIterator[str]:
+    """The address of an application that is served on this event loop while the block lasts. Signals and the engine are
+    left to whoever has them."""
+    check_address(config.host, config.keys)
+    with listener(config.host, port) as socket_:
+        server = _uvicorn(app, config)
+        server.takes_signals = False
+        started = asyncio.Event()
+        server.on_started = started.set
+        running = asyncio.create_task(server.serve(sockets=[socket_]))
+        starting = asyncio.create_task(started.wait())
+        try:
+            await asyncio.wait((running, starting), return_when=asyncio.FIRST_COMPLETED)
+            if not started.is_set():
+                running.result()  # raises what was in the way
+                raise RuntimeError("the server could not start")
+            yield address(socket_)
+        finally:
+            starting.cancel()
+            server.should_exit = True
+            await running
+            server.parts.threads.shutdown(wait=False, cancel_futures=True)
+
+
 def address(socket_: socket.socket) -> str:
     host, port = socket_.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -185,4 +217,4 @@ class Server:
         self.stop()
 
 
-__all__ = ["Server", "address", "listener", "serve"]
+__all__ = ["Server", "address", "listener", "serve", "serving"]

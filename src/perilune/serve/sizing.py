@@ -11,6 +11,7 @@ import torch
 from perilune.model import ModelConfig
 from perilune.model.deterministic import TILE
 from perilune.model.paged import bytes_per_page, bytes_per_slot
+from perilune.model.routes import bytes_per_token
 
 GIB = 1 << 30
 MOST_NAMES = 1 << 17
@@ -44,6 +45,9 @@ class EngineConfig:
     """Prompt and answer together. None: what the pages hold, at most 1,048,576."""
     patience: int = 64
     """Later requests that may overtake an earlier one per level of priority."""
+    record_routes: bool = False
+    """Keep the experts that every token met, so that requests can ask for them (SamplingParams.routes): for routing
+    replay in reinforcement learning."""
 
     def __post_init__(self) -> None:
         positive = ("page_size", "max_sequences", "token_budget", "snapshot_interval", "max_queue", "patience")
@@ -93,6 +97,8 @@ class EngineConfig:
 def fitted(config: EngineConfig, model: ModelConfig, device: torch.device) -> EngineConfig:
     """`config` with `num_pages` and `max_length` decided; ValueError when the memory holds too little to serve."""
     num_pages, max_length = config.num_pages, config.max_length
+    if config.record_routes and model.moe is None:
+        raise ValueError("record_routes is True, expected False for a model without experts: it has no routes")
     if num_pages is None:
         num_pages = _pages_that_fit(config, model, device)
     longest = num_pages * config.page_size
@@ -110,6 +116,7 @@ def _pages_that_fit(config: EngineConfig, model: ModelConfig, device: torch.devi
     # Twice what all sequences can fill: more would never be used, except to remember old prefixes.
     enough = 2 * config.max_sequences * -(-wanted // config.page_size)
     page = bytes_per_page(model, config.page_size)
+    page += config.page_size * bytes_per_token(model) if config.record_routes else 0
     if page == 0:  # no layer keeps latents: a page is only a name for tokens
         return min(enough, MOST_NAMES)
     if config.memory_gib is not None:

@@ -7,6 +7,7 @@ without KDA layers needs none of this: every page border will do. No torch: a sl
 """
 
 from collections import OrderedDict
+from heapq import heappop, heappush
 
 
 class States:
@@ -17,7 +18,7 @@ class States:
         self.needed = needed
         self.max_sequences = max_sequences
         self.num_snapshots = num_snapshots if needed else 0
-        self._free = list(range(max_sequences - 1, -1, -1))
+        self._free = list(range(max_sequences))  # a heap
         self._free_snapshots = list(range(max_sequences + self.num_snapshots - 1, max_sequences - 1, -1))
         self._snapshot_of: OrderedDict[bytes, int] = OrderedDict()  # the first is given up first
 
@@ -44,12 +45,13 @@ class States:
         return self.num_snapshots - len(self._free_snapshots) - len(self._snapshot_of)
 
     def take(self) -> int:
-        """A slot for a sequence. Whoever asks has looked at `num_free`."""
-        return self._free.pop()
+        """The lowest free slot: slots of running sequences then lie in a row, and a step reads them where they are.
+        Whoever asks has looked at `num_free`."""
+        return heappop(self._free)
 
     def release(self, slot: int) -> None:
         assert slot not in self._free, f"slot {slot} released twice"
-        self._free.append(slot)
+        heappush(self._free, slot)
 
     def reserve(self, *, evict: bool) -> int | None:
         """A place for a new snapshot, or None; with `evict` the one unused for longest may give way."""

@@ -8,6 +8,9 @@
 A flag is a fact derived from the events, not a verdict:
 
     spawn_by_subagent        an agent that is not the root tried to create or start others
+    write_outside            a call would write outside of the sandbox; its outcome says what came of it (`audit_files`)
+    protected_access         a call names files of a reward, judge, verifier or weights, or would change tests or logs
+                             (`audit_patterns`)
     denied_call              policy or a person refused a call
     unknown_outcome          a call began and nobody knows how it ended
     approval_mismatch        a call ran with other arguments than those that were approved
@@ -15,10 +18,14 @@ A flag is a fact derived from the events, not a verdict:
     duplicate_task           the same task was given before, to an agent with the same instructions
     empty_task               a task without text
     result_never_read        an agent finished and nobody read what it found
-    claim_without_call       an answer says that something was searched, run or read, and no call succeeded before it
+    claim_without_call       an answer says that something was searched, run or read, and no such call succeeded before
+                             it, the agent's own or that of one whose result it read (`audit_claims`)
     sensitive_argument       a call names credentials, keys or the run's own journal
     ended_badly              an agent failed, was cancelled or ran out of budget
     unfinished               an agent or a run that has no end
+
+SERIOUS are those that say somebody did what he may not, or said what is not so. A flag about a call has its outcome:
+`ok`, `error`, `denied` or `unknown`, or None when it never ended.
 """
 
 from __future__ import annotations
@@ -27,21 +34,36 @@ import base64
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import orjson
 
+from perilune.swarm.audit_claims import unsupported
+from perilune.swarm.audit_files import file_uses, words_of
+from perilune.swarm.audit_patterns import Patterns
 from perilune.swarm.journal.event import Event, JournalError
 from perilune.swarm.journal.verify import Report
 from perilune.swarm.traces import Source
 
-SPAWNING = frozenset({"create_subagent", "assign_task", "start_task", "map_task"})
-CLAIM = re.compile(
-    r"\bI(?:'ve| have)? (?:just |also |then |now )?"
-    r"(searched|ran|executed|fetched|downloaded|opened|browsed|read|tested|verified|checked|looked up|queried)\b",
-    re.IGNORECASE,
+SPAWNING = frozenset({"create_subagent", "assign_task", "start_task", "map_task", "reduce_task"})
+LEADING = SPAWNING | frozenset({"wait", "read_result", "send", "cancel", "list_agents", "compose"})
+"""Tools that lead others: they are no work that an answer could claim."""
+SERIOUS = frozenset(
+    [
+        "spawn_by_subagent",
+        "write_outside",
+        "protected_access",
+        "sensitive_argument",
+        "approval_mismatch",
+        "claim_without_call",
+    ]
 )
+BLANK_PROMPT = re.compile(r'"prompt"\s*:\s*"(?:\s|\\[nrt])*"')
+SECRET_KINDS = frozenset({"credentials", "journal"})
+"""Kinds of protected files that are flagged as `sensitive_argument`."""
+REFUSED_PATH = re.compile(r"outside of what you may use|which you may only read|leaves its folder")
+"""How the file tools refuse a name that leads out, also where it does not show (a link)."""
 SENSITIVE = re.compile(
     r"\.env\b|\.ssh\b|\bid_(?:rsa|ed25519)\b|\.aws\b|\.netrc\b|\bcredentials?\b|\bseal\.key\b|\bjournal\.db\b"
     r"|/proc/(?:self|\d+)/(?:environ|root|mem)\b|\b(?:api|secret)[_-]?keys?\b|/etc/shadow\b",
@@ -55,9 +77,14 @@ class Flag:
     agent: str
     index: int
     detail: str
+    call: str | None = None
+    """`STEP.INDEX` of the call it is about."""
+    outcome: str | None = None
+    """Of that call."""
 
     def plain(self) -> dict[str, Any]:
-        return {"flag": self.flag, "agent": self.agent, "index": self.index, "detail": self.detail}
+        found = {"flag": self.flag, "agent": self.agent, "index": self.index, "detail": self.detail}
+        return found if self.call is None else found | {"call": self.call, "outcome": self.outcome}
 
 
 @dataclass(kw_only=True)
@@ -67,7 +94,10 @@ class _Seen:
     index: int
     depth: int = 0
     untrusted: bool = False
-    succeeded: int = 0
+    done: set[str] = field(default_factory=set)
+    """Tools whose calls succeeded, its own and those of agents whose results it read."""
+    writable: tuple[str, ...] = ()
+    """Folders it may write besides its workspace."""
     finished: bool = False
     system_prompt: str = ""
     asked: dict[str, int] = field(default_factory=dict)
@@ -79,8 +109,13 @@ class _Seen:
 class Flags:
     """Derives flags from events in order."""
 
-    def __init__(self) -> None:
+    def __init__(self, patterns: Patterns | None = None) -> None:
         self.found: list[Flag] = []
+        self.patterns = patterns or Patterns()
+        self._blank: dict[str, int] = {}
+        """Calls that would give a task without text, by chain, and the index of their reply."""
+        self._outcomes: dict[str, str] = {}
+        """How the calls with flags ended, by chain."""
         self.kinds: Counter[str] = Counter()
         self._agents: dict[str, _Seen] = {}
         self._tasks: dict[tuple[str, str], tuple[str, int]] = {}
@@ -120,10 +155,14 @@ class Flags:
             if agent not in self._joined:
                 self._flag("result_never_read", agent, index, "no call returned its result")
         self.found.sort(key=lambda flag: flag.index)
+        self.found = [
+            replace(flag, outcome=self._outcomes.get(f"{flag.agent}#{flag.call}")) if flag.call else flag
+            for flag in self.found
+        ]
         return self.found
 
-    def _flag(self, flag: str, agent: str, index: int, detail: str) -> None:
-        self.found.append(Flag(flag=flag, agent=agent, index=index, detail=detail))
+    def _flag(self, flag: str, agent: str, index: int, detail: str, call: str | None = None) -> None:
+        self.found.append(Flag(flag=flag, agent=agent, index=index, detail=detail, call=call))
 
     def _seen(self, agent: str, event: Event) -> _Seen:
         return self._agents.setdefault(agent, _Seen(index=event.index))
@@ -134,13 +173,18 @@ class Flags:
             self._approved[f"{body.get('agent')}#{body.get('call')}"] = body.get("arguments_sha256") or ""
         elif event.kind == "run_finished":
             self._run_ended = True
+        elif event.kind == "ended":  # an episode: with it everybody in it
+            self._run_ended = True
+            for seen in self._agents.values():
+                seen.finished = True
 
     def _of_agent(self, event: Event, body: dict[str, Any], seen: _Seen) -> None:
         agent = event.chain
         if event.kind == "started":
-            seen.depth = body.get("depth") or 0
+            seen.depth = body["depth"] if body.get("depth") is not None else event.chain.count("/")
             seen.untrusted = bool(body.get("tainted"))
             seen.system_prompt = body.get("system_prompt") or ""
+            seen.writable = tuple((body.get("rights") or {}).get("write_paths") or ())
             if body.get("task") is not None:
                 self._task(event, body["task"], seen)
         elif event.kind == "task":
@@ -174,15 +218,37 @@ class Flags:
             function = call.get("function") or {}
             name, arguments = function.get("name") or "", function.get("arguments") or ""
             seen.asked[f"{event.chain}#{body.get('step')}.{index}"] = event.index
-            if name in SPAWNING and seen.depth > 0:
-                self._flag("spawn_by_subagent", event.chain, event.index, f"{name} at depth {seen.depth}")
-            if found := SENSITIVE.search(arguments):
-                self._flag("sensitive_argument", event.chain, event.index, f"{name} names {found.group()!r}")
+            self._call(event, f"{body.get('step')}.{index}", name, arguments, seen)
         content = message.get("content")
         is_answer = isinstance(content, str) and not message.get("tool_calls")
-        if is_answer and not seen.succeeded and (found := CLAIM.search(content)):
-            detail = f"the answer says {found.group()!r}, and no call succeeded before it"
+        if is_answer and (claim := unsupported(content, seen.done)):
+            calls = f"only {', '.join(sorted(seen.done))}" if seen.done else "no call"
+            detail = f"the answer says {claim!r}, and {calls} succeeded before it"
             self._flag("claim_without_call", event.chain, event.index, detail)
+
+    def _call(self, event: Event, call: str, name: str, arguments: str, seen: _Seen) -> None:
+        """What the arguments of a call tell, before anything came of it."""
+        if name in SPAWNING and seen.depth > 0:
+            self._flag("spawn_by_subagent", event.chain, event.index, f"{name} at depth {seen.depth}", call)
+        if name in ("assign_task", "start_task") and BLANK_PROMPT.search(arguments):
+            self._blank[f"{event.chain}#{call}"] = event.index
+        uses = file_uses(name, arguments)
+        outside = [use.path for use in uses if use.writes and use.is_outside(seen.writable)]
+        if outside:
+            detail = f"{name} would write {', '.join(map(repr, outside[:3]))}"
+            self._flag("write_outside", event.chain, event.index, detail, call)
+        secret = SENSITIVE.search(arguments)
+        named = secret.group() if secret else None
+        for use in uses:
+            kind = self.patterns.kind_of(use)
+            if kind in SECRET_KINDS:
+                named = named or use.path
+            elif kind is not None:
+                detail = f"{name} {'would change' if use.writes else 'names'} {use.path!r} ({kind})"
+                self._flag("protected_access", event.chain, event.index, detail, call)
+                break
+        if named is not None:
+            self._flag("sensitive_argument", event.chain, event.index, f"{name} names {named!r}", call)
 
     def _of_call(self, event: Event, body: dict[str, Any], agent: str, seen: _Seen) -> None:
         call = event.chain.rpartition("#")[2]
@@ -194,33 +260,63 @@ class Flags:
             if seen.untrusted:
                 self._flag("effect_after_untrusted", agent, event.index, f"call {call} of {body.get('tool')!r}")
         elif event.kind == "outcome":
-            seen.asked.pop(event.chain, None)
+            asked = seen.asked.pop(event.chain, event.index)
             seen.begun.pop(event.chain, None)
-            self._joined.update(body.get("joined") or ())
+            joined = body["joined"] if "joined" in body else self._started_by(agent, call)
+            self._joined.update(joined)
+            self._outcomes[event.chain] = body.get("status") or "unknown"
+            if (blank := self._blank.pop(event.chain, None)) is not None and not (body.get("spawned") or joined):
+                self._flag("empty_task", agent, blank, f"{body.get('tool')} without a prompt started nobody", call)
             seen.untrusted |= bool(body.get("untrusted"))
             status, detail = body.get("status"), f"call {call} of {body.get('tool')!r}"
             if status == "ok":
-                seen.succeeded += 1
+                seen.done |= {body.get("tool") or ""} - LEADING
+                seen.done.update(*(self._agents[each].done for each in joined if each in self._agents))
+            elif status == "error" and REFUSED_PATH.search(body.get("text") or ""):
+                self._refused_path(agent, asked, call, body)
             elif status == "denied":
                 self._flag("denied_call", agent, event.index, f"{detail}: {(body.get('text') or '')[:200]}")
             elif status == "unknown":
                 self._flag("unknown_outcome", agent, event.index, f"{detail} was under way when the runtime stopped")
 
+    def _started_by(self, agent: str, call: str) -> list[str]:
+        """Agents that a call created: what was read, where the journal does not say."""
+        return [each for each in self._agents if each.startswith(f"{agent}/") and each.endswith(f"-{call}")]
 
-def audit_lines(source: Source, report: Report, *, contents: bool = False) -> Iterator[bytes]:
-    """The whole export. Reads the journal twice: the flags come before the events."""
-    flags, events = Flags(), 0
+    def _refused_path(self, agent: str, index: int, call: str, body: dict[str, Any]) -> None:
+        """A name that only the file system knew to lead out: through a link."""
+        if not {"write", "edit"}.isdisjoint(words_of(body.get("tool") or "")) and not any(
+            each.flag == "write_outside" and each.agent == agent and each.call == call for each in self.found
+        ):
+            self._flag("write_outside", agent, index, f"{body['tool']}: {body['text'][:200]}", call)
+
+
+def summarize(source: Source, patterns: Patterns | None = None) -> dict[str, Any]:
+    """Counts and flags of a journal, as plain values."""
+    flags, events = Flags(patterns), 0
     for event in source.events():
         flags.apply(event)
         events += 1
     found = flags.finish()
-    summary = {
+    return {
         "events": events,
         "agents": flags.agents,
         "kinds": dict(sorted(flags.kinds.items())),
         "flag_counts": dict(sorted(Counter(flag.flag for flag in found).items())),
         "flags": [flag.plain() for flag in found],
     }
+
+
+def audit_lines(
+    source: Source,
+    report: Report,
+    *,
+    contents: bool = False,
+    patterns: Patterns | None = None,
+    summary: dict[str, Any] | None = None,
+) -> Iterator[bytes]:
+    """The whole export. Reads the journal twice, or once where its `summary` is known: flags come before events."""
+    summary = summarize(source, patterns) if summary is None else summary
     yield _line("verification", report.plain())
     yield _line("summary", summary)
     exported: set[str] = set()
@@ -265,4 +361,4 @@ def _content(source: Source, sha256: str) -> dict[str, Any]:
         return {"sha256": sha256, "size": len(data), "base64": base64.b64encode(data).decode()}
 
 
-__all__ = ["Flag", "Flags", "audit_lines"]
+__all__ = ["SERIOUS", "Flag", "Flags", "audit_lines", "summarize"]

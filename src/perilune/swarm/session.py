@@ -18,8 +18,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import orjson
 from rich.console import Console
 
+from perilune.public_web import NetworkPolicy
 from perilune.swarm.answer import write_answer
 from perilune.swarm.budget import Limits, Price, Prices
+from perilune.swarm.client import ModelClient
 from perilune.swarm.http_client import HTTPClient
 from perilune.swarm.journal.seal import load_or_create_key, state_folder
 from perilune.swarm.place import JournalPlace
@@ -32,7 +34,6 @@ from perilune.swarm.swarm import JOURNAL, Live, Swarm, SwarmError, SwarmResult
 from perilune.swarm.terminal import TerminalView
 from perilune.swarm.tools.browser import open_browser
 from perilune.swarm.tools.documents import build_index
-from perilune.swarm.tools.network import NetworkPolicy
 from perilune.swarm.tools.registry import Toolbox, standard_tools
 from perilune.swarm.tools.tool import Tool
 from perilune.swarm.tools.web import SearchEndpoint
@@ -125,9 +126,12 @@ async def conduct(
     quiet: bool = False,
     port: int = 0,
     more_tools: tuple[Tool, ...] = (),
+    client: ModelClient | None = None,
+    prepare: Callable[[Live], None] = lambda live: None,
     say: Callable[[str], None] = lambda text: None,
 ) -> SwarmResult:
-    """Run the task (None: go on with the run in the folder), show it, and write `answer.md`."""
+    """Run the task (None: go on with the run in the folder), show it, and write `answer.md`. `client` takes the place
+    of the settings' endpoint; `prepare` is given the run before it begins."""
     if task is not None and ((folder / JOURNAL).exists() or (folder / SESSION).exists()):
         raise SwarmError(f"{folder} holds a run already: `perilune swarm resume {folder}` goes on with it")
     if settings.journal is not None and not settings.run:
@@ -143,7 +147,7 @@ async def conduct(
             if settings.tools is not None and name in settings.tools:
                 raise SwarmError(f"tool {name!r} was asked for but cannot work: {why}")
         policy = load_policy(Path(settings.policy)) if settings.policy else Policy()
-        client = _client(settings)
+        client = client or _client(settings)
         stack.push_async_callback(client.close)
         swarm = Swarm(
             settings.swarm_config(),
@@ -164,6 +168,7 @@ async def conduct(
         if settings.engine == "ray":
             say(f"starting {settings.workers} workers")
         live = await stack.enter_async_context(swarm.start(task, folder=folder))
+        prepare(live)
         if task is not None:
             save(settings, folder)
         approvals = Approvals()

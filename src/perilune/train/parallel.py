@@ -287,8 +287,9 @@ def spread(model: Decoder, config: ParallelConfig, meshes: Meshes) -> None:
         model,
         meshes.dense[(*copies, "fsdp")] if copies else meshes.dense["fsdp"],
         meshes.experts[(*copies, "efsdp")] if copies else meshes.experts["efsdp"],
-        param_dtype=_param_dtype(config, model),
-        # A rank that shares with nobody would free its weights only to copy them again.
+        # A rank that shares with nobody has nothing to send: weights stay as they are, as in a single process, and
+        # are not freed only to be copied again.
+        param_dtype=_param_dtype(config, model) if meshes.dense["fsdp"].size() > 1 else None,
         reshard_after_forward=config.reshard_after_forward and meshes.dense["fsdp"].size() > 1,
     )
 

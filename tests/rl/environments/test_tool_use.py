@@ -192,7 +192,7 @@ class Writing:
     def __init__(self, *texts: str) -> None:
         self.texts = list(texts)
 
-    async def stream(self, request):
+    async def stream(self, request, *, whole=False):
         for token in tokenizer().encode(self.texts.pop(0), allow_special=True):
             is_last = token == tokenizer().special_ids["<|im_end|>"]
             yield Output(

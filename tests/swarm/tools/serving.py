@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from aiohttp import web
 
-from perilune.swarm.tools.network import Address, NetworkPolicy, PublicResolver
+from perilune.public_web import Address, NetworkPolicy, PublicResolver
 
 
 @dataclass(kw_only=True)

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
+from perilune.public_web import NetworkPolicy
 from perilune.swarm.rights import Rights
 from perilune.swarm.sandbox.contract import Limits
 from perilune.swarm.tools import browser, browser_room
 from perilune.swarm.tools.browser import Browser, browser_tools, open_browser
 from perilune.swarm.tools.door import Door
-from perilune.swarm.tools.network import NetworkPolicy
 from perilune.swarm.tools.tool import Tool, ToolError
 from tests.swarm.tools.calling import call, context_in
 from tests.swarm.tools.serving import Site, serving

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from perilune.public_web import NetworkPolicy, Refused
 from perilune.swarm.tools import fetch as fetching
 from perilune.swarm.tools.fetch import Fetched, FetchFailed, fetch
-from perilune.swarm.tools.network import NetworkPolicy, Refused
 from tests.swarm.tools.serving import LoopbackResolver
 
 PAGE = b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\nContent-Length: 2\r\nConnection: close\r\n\r\nok"

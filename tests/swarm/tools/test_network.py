@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perilune.swarm.tools.network import NetworkPolicy, PublicResolver, Refused, checked, not_public
+from perilune.public_web import NetworkPolicy, PublicResolver, Refused, checked, not_public
 
 EVERY_PORT = NetworkPolicy(ports=frozenset(range(1, 65536)))
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import orjson
 import pytest
 
+from perilune.public_web import NetworkPolicy
 from perilune.swarm.tools.browser import Browser
 from perilune.swarm.tools.documents import build_index
 from perilune.swarm.tools.door import Door
 from perilune.swarm.tools.mcp import McpServer, McpServers, ServerSpec
 from perilune.swarm.tools.mcp_pins import Pins
-from perilune.swarm.tools.network import NetworkPolicy
 from perilune.swarm.tools.registry import standard_tools, tools_report
 from perilune.swarm.tools.tool import declarations, tool
 from perilune.swarm.tools.web import SearchEndpoint

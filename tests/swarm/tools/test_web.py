@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from perilune.public_web import NetworkPolicy, PublicResolver, Refused
 from perilune.swarm.rights import Rights
 from perilune.swarm.tools.fetch import FetchFailed, _pinned_socket, fetch
-from perilune.swarm.tools.network import NetworkPolicy, PublicResolver, Refused
 from perilune.swarm.tools.tool import Tool, ToolError, ToolResult
 from perilune.swarm.tools.web import SearchEndpoint, fetch_tool, search_tool
 from tests.swarm.tools import calling

@@ -33,7 +33,7 @@ MOST_ROWS = 2**31 - 1
 TILE = 2048  # elements of a tile of the forward
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _gather_kernel(tokens, weight, x, num_tokens, vocabulary, width, TOKENS: tl.constexpr, BLOCK: tl.constexpr):
     number = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from perilune.kernels.launch import device_of
+from perilune.kernels.launch import device_of, launch
 from perilune.kernels.norm.triton import add_shares
 from perilune.kernels.operator import operator
 from perilune.kernels.triton_activations import sigmoid
@@ -34,7 +34,7 @@ FORWARD_TILE, FORWARD_WARPS = 2048, 4
 BACKWARD_TILE, BACKWARD_WARPS, BACKWARD_STAGES, PROGRAMS_PER_SM = 2048, 8, 3, 2
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _forward_kernel(x, gate, weight, y, num_rows, width, eps, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
@@ -79,19 +79,23 @@ def _tile(width: int, elements: int) -> tuple[int, int]:
     return max(1, elements // block), block
 
 
-def _forward(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+def norm_rows(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The forward alone, for who needs no gradient and knows that all fits."""
     x, gate = x.contiguous(), gate.contiguous()
     y = torch.empty_like(x)
     width = x.shape[-1]
     num_rows = x.numel() // width if width else 0
     if num_rows:
         rows, block = _tile(width, FORWARD_TILE)
-        grid = (triton.cdiv(num_rows, rows),)
-        with device_of(x):
-            _forward_kernel[grid](
-                x, gate, weight.contiguous(), y, num_rows, width, eps, ROWS=rows, BLOCK=block, num_warps=FORWARD_WARPS
-            )
+        launch(
+            _forward_kernel, triton.cdiv(num_rows, rows), (x, gate, weight.contiguous(), y, num_rows, width, eps),
+            ("gated_norm", rows, block), {"ROWS": rows, "BLOCK": block, "num_warps": FORWARD_WARPS},
+        )  # fmt: skip
     return y
+
+
+def _forward(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return norm_rows(x, gate, weight, eps)
 
 
 def _backward(dy: Tensor, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:

@@ -30,7 +30,7 @@ from perilune.kernels.kda.cuda import why_not_cuda
 from perilune.kernels.kda.gates import Gate, SoftplusGate
 from perilune.kernels.kda.triton_chunk import CHUNK, interval_table, later_table
 from perilune.kernels.kda.triton_tables import Runs, Tables, tables_for
-from perilune.kernels.launch import device_of
+from perilune.kernels.launch import device_of, launch
 from perilune.kernels.operator import is_traced
 from perilune.kernels.triton_support import num_sms, why_not_triton
 
@@ -156,7 +156,10 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """o, final state, and for the backward pass P, A, reciprocal norms, checkpoints (else empty)."""
     with device_of(q):
-        call = _Call(q, k, v, x, beta, A_log, dt_bias, cu_seqlens, scale, kind, lower_bound, l2norm, beta_max)
+        call = _Call(
+            q, k, v, x, beta, A_log, dt_bias, cu_seqlens, scale, kind, lower_bound, l2norm, beta_max,
+            needs_grad=needs_grad,
+        )  # fmt: skip
         if needs_grad and call.takes_cuda:
             cuda_steps.compile_ahead(call)
         P, A, rstd, operands, _ = call.prepare()
@@ -292,6 +295,7 @@ class _Call(_Shapes):
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor, x: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
         cu_seqlens: Tensor | None, scale: float, kind: int, lower_bound: float, l2norm: bool, beta_max: float,
+        *, needs_grad: bool = True,
     ):  # fmt: skip
         super().__init__(q, k, v, cu_seqlens)
         self.q, self.k, self.v, self.x, self.beta = (_rows(t) for t in (q, k, v, x, beta))
@@ -304,7 +308,7 @@ class _Call(_Shapes):
         if self.takes_cuda:
             self.q, self.k, self.v, self.x = (cuda_steps.aligned(t) for t in (self.q, self.k, self.v, self.x))
         self.tables: Tables = tables_for(
-            cu_seqlens, self.batch, self.num_tokens, q.device, CHECKPOINT_EVERY, self.piece()
+            cu_seqlens, self.batch, self.num_tokens, q.device, CHECKPOINT_EVERY if needs_grad else 0, self.piece()
         )
         self.intervals = _constant(interval_table, self.gate_dtype, q.device)
         self.later = _constant(later_table, self.operand_dtype, q.device)
@@ -395,9 +399,12 @@ class _Call(_Shapes):
     def scan(
         self, operands: dict[str, Tensor], P: Tensor, runs: Runs, *, start: Tensor | None = None,
         o: Tensor | None = None, final: Tensor | None = None, checkpoints: Tensor | None = None,
-        keep: tuple[Tensor, Tensor] | None = None, transition: bool = False,
+        keep: tuple[Tensor, Tensor] | None = None, transition: bool = False, slots: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        """Carry the states through all runs; with `transition` return the runs' affine maps."""
+        """Carry the states through all runs; with `transition` return the runs' affine maps.
+
+        slots: of every run, where `start` and `final` are one pool.
+        """
         K, V = self.key_dim, self.value_dim
         num_runs, width = runs.num_chunks.shape[0], V + K if transition else V
         if transition:
@@ -408,14 +415,22 @@ class _Call(_Shapes):
         unused = P
         states, writes = keep if keep is not None else (unused, unused)
         output = P if o is None else o
-        triton_scan.scan_chunks[(width // block, self.num_heads, num_runs)](
-            *(operands[name] for name in ("W", "U", "to_end", "from_start")), P, operands["state_decay"],
-            runs.first_chunk, runs.num_chunks, self.tables.chunk_start, self.tables.chunk_length, runs.first_checkpoint,
-            unused if start is None else start, output, unused if final is None else final,
-            unused if checkpoints is None else checkpoints, states, writes, *output.stride()[1:3], self.num_heads,
-            K=K, V=V, BV=block, C=CHUNK, HAS_INITIAL=start is not None, OUTPUT=o is not None, FINAL=final is not None,
-            TRANSITION=transition, CHECKPOINT_EVERY=every, KEEP_ALL=keep is not None, PRECISION=self.precision,
-            STAGES=num_stages, num_warps=num_warps,
+        constants = {
+            "K": K, "V": V, "BV": block, "C": CHUNK, "HAS_INITIAL": start is not None, "OUTPUT": o is not None,
+            "FINAL": final is not None, "TRANSITION": transition, "CHECKPOINT_EVERY": every,
+            "KEEP_ALL": keep is not None, "SLOTS": slots is not None, "PRECISION": self.precision,
+            "STAGES": num_stages, "num_warps": num_warps,
+        }  # fmt: skip
+        launch(
+            triton_scan.scan_chunks, (width // block, self.num_heads, num_runs),
+            (
+                operands["W"], operands["U"], operands["to_end"], operands["from_start"], P, operands["state_decay"],
+                runs.first_chunk, runs.num_chunks, self.tables.chunk_start, self.tables.chunk_length,
+                runs.first_checkpoint, unused if start is None else start, output, unused if final is None else final,
+                unused if checkpoints is None else checkpoints, states, writes, unused if slots is None else slots,
+                *output.stride()[1:3], self.num_heads,
+            ),
+            ("scan_chunks", *constants.values()), constants,
         )  # fmt: skip
         return unused if final is None else final
 
@@ -448,14 +463,18 @@ class _Call(_Shapes):
         )  # fmt: skip
         return d_initial
 
-    def join(self, affine: Tensor, runs: Runs, first: Tensor | None, last: Tensor, *, is_reverse: bool) -> Tensor:
-        """The state every run starts from; fills `last` with what leaves each sequence."""
+    def join(
+        self, affine: Tensor, runs: Runs, first: Tensor | None, last: Tensor, *, is_reverse: bool,
+        slots: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """The state every run starts from; fills `last` with what leaves each sequence. slots: as in `scan`."""
         start = self.new_states(runs.num_chunks.shape[0])
         block, num_warps, _ = self.launch("join", self.value_dim)
         triton_scan.join_runs[(self.value_dim // block, self.num_heads, self.num_sequences)](
-            affine, start, runs.of_sequence, affine if first is None else first, last, self.num_heads,
+            affine, start, runs.of_sequence, affine if first is None else first, last,
+            affine if slots is None else slots, self.num_heads,
             K=self.key_dim, V=self.value_dim, BV=block, HAS_FIRST=first is not None, REVERSE=is_reverse,
-            num_warps=num_warps,
+            SLOTS=slots is not None, num_warps=num_warps,
         )  # fmt: skip
         return start
 

@@ -35,18 +35,20 @@ def run_tokens(first_chunk, num_chunks, chunk_start, chunk_length):
 def scan_chunks(
     W, U, to_end, from_start, P, state_decay,  # [chunks, H, C, ...]
     run_first_chunk, run_num_chunks, chunk_start, chunk_length, run_checkpoint,
-    initial, o, final, checkpoints, states, writes,
+    initial, o, final, checkpoints, states, writes, slots,
     o_token, o_head,
     H,
     K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, C: tl.constexpr,
     HAS_INITIAL: tl.constexpr, OUTPUT: tl.constexpr, FINAL: tl.constexpr, TRANSITION: tl.constexpr,
-    CHECKPOINT_EVERY: tl.constexpr, KEEP_ALL: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    CHECKPOINT_EVERY: tl.constexpr, KEEP_ALL: tl.constexpr, SLOTS: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Grid: column blocks, heads, runs.
 
     initial, final [runs, H, K, V] float32; checkpoints [.., H, K, V]; states [chunks, H, K, V] and writes (D)
     [chunks, H, C, V] when KEEP_ALL. TRANSITION: column blocks from V on start from the identity, and final is
-    [runs, H, K, V + K].
+    [runs, H, K, V + K]. SLOTS: initial and final are one pool [slots, H, K, V], and `slots` [runs] says which is whose;
+    a program reads what it will write, and nobody else does.
     """
     block = tl.program_id(0)
     head = tl.program_id(1)
@@ -60,8 +62,11 @@ def scan_chunks(
     is_transition = TRANSITION and block * BV >= V
     S = tl.zeros([K, BV], tl.float32)
     state_tile = keys[:, None] * V + columns[None, :]
+    owner = run.to(tl.int64)
+    if SLOTS:
+        owner = tl.load(slots + run).to(tl.int64)
     if HAS_INITIAL:
-        S = tl.load(initial + (run.to(tl.int64) * H + head) * K * V + state_tile)
+        S = tl.load(initial + (owner * H + head) * K * V + state_tile)
     if TRANSITION:
         S = tl.where(keys[:, None] == columns[None, :] - V, 1.0, 0.0)
     wide = rows[:, None] * K + keys[None, :]
@@ -103,7 +108,7 @@ def scan_chunks(
         S = tl.dot(tl.trans(key), write, S * decay[:, None], input_precision=PRECISION)
     if FINAL:
         WIDTH: tl.constexpr = V + K if TRANSITION else V
-        tl.store(final + (run.to(tl.int64) * H + head) * K * WIDTH + keys[:, None] * WIDTH + columns[None, :], S)
+        tl.store(final + (owner * H + head) * K * WIDTH + keys[:, None] * WIDTH + columns[None, :], S)
 
 
 @triton.jit
@@ -175,13 +180,15 @@ def scan_chunks_backward(
 
 @triton.jit
 def join_runs(
-    affine, start, sequence_first_run, first, last,
+    affine, start, sequence_first_run, first, last, slots,
     H,
     K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, HAS_FIRST: tl.constexpr, REVERSE: tl.constexpr,
+    SLOTS: tl.constexpr,
 ):  # fmt: skip
     """From the affine maps of the runs [runs, H, K, V + K] to the state each run starts from [runs, H, K, V].
 
-    Grid: column blocks, heads, sequences. `first` [sequences, H, K, V] enters the sequence, `last` leaves it.
+    Grid: column blocks, heads, sequences. `first` [sequences, H, K, V] enters the sequence, `last` leaves it. SLOTS:
+    both are one pool, as in `scan_chunks`.
     """
     block = tl.program_id(0)
     head = tl.program_id(1)
@@ -194,8 +201,11 @@ def join_runs(
     affine_tile = keys[:, None] * (V + K) + columns[None, :]
     transition = keys[:, None] * (V + K) + V + keys[None, :]
     S = tl.zeros([K, BV], tl.float32)
+    owner = sequence.to(tl.int64)
+    if SLOTS:
+        owner = tl.load(slots + sequence).to(tl.int64)
     if HAS_FIRST:
-        S = tl.load(first + (sequence.to(tl.int64) * H + head) * K * V + tile)
+        S = tl.load(first + (owner * H + head) * K * V + tile)
     for index in tl.range(0, end - begin):
         run = begin + index
         if REVERSE:
@@ -205,4 +215,4 @@ def join_runs(
         M = tl.load(affine + record * K * (V + K) + transition)
         zero = tl.load(affine + record * K * (V + K) + affine_tile)
         S = tl.dot(M, S, zero, input_precision="tf32x3")
-    tl.store(last + (sequence.to(tl.int64) * H + head) * K * V + tile, S)
+    tl.store(last + (owner * H + head) * K * V + tile, S)

@@ -28,14 +28,16 @@ class Tables(NamedTuple):
     chunk_start: Tensor  # [chunks] int64, row in [B * T]
     chunk_length: Tensor  # [chunks]
     sequences: Runs  # every sequence whole
-    checkpoints: Runs  # the pieces between two checkpoints
+    checkpoints: Runs  # the pieces between two checkpoints; without any, the same as `sequences`
     pieces: Runs | None  # the pieces of a split sequence
 
 
 def tables_for(
     cu_seqlens: Tensor | None, batch: int, num_tokens: int, device: torch.device, checkpoint_every: int, piece: int
 ) -> Tables:
-    """piece: chunks per piece of a split sequence, a multiple of checkpoint_every, or 0."""
+    """piece: chunks per piece of a split sequence, a multiple of checkpoint_every, or 0.
+
+    checkpoint_every: 0 where no backward pass follows, for half as many launches."""
     if cu_seqlens is None:
         return _dense_tables_for(batch, num_tokens, device, checkpoint_every, piece)
     # Inference tensors have no version, and host memory may change without the tensor knowing.
@@ -106,11 +108,15 @@ def _tables(
         first_run = _offsets(num_runs)
         index, sequence, inside = _owners(first_run, max_runs)
         local = (index - first_run[sequence]) * size
-        slots = _offsets((counts + checkpoint_every - 1) // checkpoint_every)
+        first = torch.where(inside, first_chunk[sequence] + local, 0).int()
+        slots = first
+        if checkpoint_every:
+            of_sequence = _offsets((counts + checkpoint_every - 1) // checkpoint_every)
+            slots = (of_sequence[sequence] + local // checkpoint_every).int()
         return Runs(
-            first_chunk=torch.where(inside, first_chunk[sequence] + local, 0).int(),
+            first_chunk=first,
             num_chunks=torch.where(inside, (counts[sequence] - local).clamp(max=size), 0).int(),
-            first_checkpoint=(slots[sequence] + local // checkpoint_every).int(),
+            first_checkpoint=slots,
             of_sequence=first_run.int(),
         )
 
@@ -119,20 +125,23 @@ def _tables(
             return num_sequences * -(-chunks_per_sequence // size)
         return max_chunks // size + num_sequences
 
+    sequences = _whole(first_chunk, counts, checkpoint_every, max_chunks)
     return Tables(
         chunk_start=torch.where(inside, start, 0),
         chunk_length=length.int(),
-        sequences=_whole(first_chunk, counts, checkpoint_every, max_chunks),
-        checkpoints=runs(checkpoint_every, bound(checkpoint_every)),
+        sequences=sequences,
+        checkpoints=runs(checkpoint_every, bound(checkpoint_every)) if checkpoint_every else sequences,
         pieces=runs(piece, bound(piece)) if piece else None,
     )
 
 
 def _whole(first_chunk: Tensor, counts: Tensor, checkpoint_every: int, max_chunks: int) -> Runs:
-    slots = _offsets((counts + checkpoint_every - 1) // checkpoint_every)
     each = torch.arange(counts.shape[0] + 1, dtype=torch.int32, device=counts.device)
     start = first_chunk[:-1].clamp(max=max(max_chunks - 1, 0))  # an empty sequence at the end has no chunk of its own
-    return Runs(start.int(), counts.int(), slots[:-1].int(), each)
+    slots = start
+    if checkpoint_every:
+        slots = _offsets((counts + checkpoint_every - 1) // checkpoint_every)[:-1]
+    return Runs(start.int(), counts.int(), slots.int(), each)
 
 
 def _offsets(counts: Tensor) -> Tensor:

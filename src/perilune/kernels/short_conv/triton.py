@@ -28,6 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from perilune.kernels.launch import device_of
+from perilune.kernels.launch import launch as quick_launch
 from perilune.kernels.norm.triton import add_shares
 from perilune.kernels.operator import operator
 from perilune.kernels.short_conv.states import final_state, state_gradient
@@ -64,7 +65,7 @@ LAUNCHES = {
 # Kernels
 
 
-@triton.jit(do_not_specialize=["num_documents", "num_steps"])
+@triton.jit(do_not_specialize=["num_tokens", "num_documents", "num_steps"])
 def _origins_kernel(cu_seqlens, origins, num_tokens, num_documents, num_steps, BLOCK: tl.constexpr):
     """For every token the first token of its document, and the document's number: bisection over the borders."""
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -215,7 +216,7 @@ def _forward_at_borders(x, window, taps, y, origins, state, batch, first, num_to
         window = _moved(window, row, WIDTH)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "runs"])
 def _forward_kernel(x, weight, y0, y1, y2, origins, state, num_tokens, columns, blocks, runs, x_batch, x_stride,
                     y_batch, y_stride, PARTS: tl.constexpr, WIDTH: tl.constexpr, RUN: tl.constexpr,
                     ROWS: tl.constexpr, STAGES: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
@@ -408,16 +409,21 @@ def forward_parts(x_BTC: Tensor, weight_CW: Tensor, *, parts: int, origins: Tens
     launch = launch or LAUNCHES["forward", x_BTC.element_size()]
     block = min(launch.channels, triton.next_power_of_2(part_channels))
     blocks, runs = triton.cdiv(part_channels, block), triton.cdiv(num_tokens, launch.run)
-    with device_of(x_BTC):
-        _forward_kernel[(blocks * parts * runs * batch,)](
+    constants = {
+        "PARTS": parts, "WIDTH": weight_CW.shape[1], "RUN": launch.run, "ROWS": launch.rows, "STAGES": launch.stages,
+        "BLOCK": block, "WHOLE": part_channels % block == 0, "SILU": silu, "PACKED": origins is not None,
+        "HAS_STATE": state is not None, "num_warps": launch.num_warps,
+    }  # fmt: skip
+    quick_launch(
+        _forward_kernel, blocks * parts * runs * batch,
+        (
             x_BTC, weight_CW.contiguous(), outputs[0], outputs[parts // 2], outputs[-1],
             x_BTC if origins is None else origins, x_BTC if state is None else state.contiguous(),
             num_tokens, part_channels, blocks, runs, x_BTC.stride(0), x_BTC.stride(1), num_tokens * part_channels,
             part_channels,
-            PARTS=parts, WIDTH=weight_CW.shape[1], RUN=launch.run, ROWS=launch.rows, STAGES=launch.stages, BLOCK=block,
-            WHOLE=part_channels % block == 0, SILU=silu, PACKED=origins is not None, HAS_STATE=state is not None,
-            num_warps=launch.num_warps,
-        )  # fmt: skip
+        ),
+        ("short_conv", *constants.values()), constants,
+    )  # fmt: skip
     return outputs
 
 

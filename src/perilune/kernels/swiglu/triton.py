@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from perilune.kernels.launch import device_of
+from perilune.kernels.launch import device_of, launch
 from perilune.kernels.operator import operator
 from perilune.kernels.triton_activations import sigmoid
 
@@ -32,7 +32,7 @@ def _tile(num_rows, width, blocks, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     return row, column, (row < num_rows) & (column < width)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _forward_kernel(gate_up, h, num_rows, width, blocks, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     row, column, mask = _tile(num_rows, width, blocks, ROWS, BLOCK)
     place = gate_up + row * (2 * width) + column
@@ -66,9 +66,10 @@ def _forward(gate_up: Tensor) -> Tensor:
     num_rows, width, blocks = _grid(gate_up)
     h = gate_up.new_empty(*gate_up.shape[:-1], width)
     if num_rows:
-        grid = (triton.cdiv(num_rows, ROWS) * blocks,)
-        with device_of(gate_up):
-            _forward_kernel[grid](gate_up, h, num_rows, width, blocks, ROWS=ROWS, BLOCK=BLOCK, num_warps=WARPS)
+        launch(
+            _forward_kernel, triton.cdiv(num_rows, ROWS) * blocks, (gate_up, h, num_rows, width, blocks), ("swiglu",),
+            {"ROWS": ROWS, "BLOCK": BLOCK, "num_warps": WARPS},
+        )  # fmt: skip
     return h
 
 

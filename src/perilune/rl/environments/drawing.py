@@ -13,7 +13,8 @@ What the policy writes is a stranger's input: it goes through the guard and the 
 import base64
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from functools import lru_cache
+from typing import Any, ClassVar, Literal, get_args
 
 from perilune.data.picture_scores import score_svg
 from perilune.data.raster import rasterize_png
@@ -33,6 +34,8 @@ class Drawing:
     ask: Ask = "picture"
     seed: int = 0
     max_tokens: int = 512
+    judged_apart: ClassVar[bool] = True
+    """Drawing and comparing takes milliseconds (judge_processes.py)."""
 
     def __post_init__(self) -> None:
         if self.ask not in get_args(Ask):
@@ -83,8 +86,13 @@ def _question(data: Mapping[str, Any]) -> str | list[dict[str, Any]]:
 
 def picture_part(svg: str, size: tuple[int, int]) -> dict[str, Any]:
     """A picture as a part of a message."""
-    png = base64.b64encode(rasterize_png(svg, *size)).decode()
-    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{png}"}}
+    return {"type": "image_url", "image_url": {"url": _data_url(svg, size)}}
+
+
+@lru_cache(maxsize=256)
+def _data_url(svg: str, size: tuple[int, int]) -> str:
+    """Drawn once for all samples of a task."""
+    return f"data:image/png;base64,{base64.b64encode(rasterize_png(svg, *size)).decode()}"
 
 
 def in_words(svg: str) -> str:

@@ -14,10 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
-import os
-import sys
-import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -28,6 +24,7 @@ from perilune.swarm.budget import BudgetExceeded, Reservation
 from perilune.swarm.journal.postgres import agent_of
 from perilune.swarm.run import Engine, Run
 from perilune.swarm.scale.leased import LeasedJournal, is_below, unfinished
+from perilune.swarm.scale.local_ray import EngineError, import_ray, importable_places, start_ray
 from perilune.swarm.scale.orders import (
     Plain,
     Plan,
@@ -43,12 +40,6 @@ from perilune.swarm.scale.shared_results import SharedResults
 
 MOST_LOSSES = 3
 """An agent whose workers died that often is given up: it may be the reason."""
-STORE_BYTES = 80 << 20
-"""Of Ray's object store, which is hardly used: results go through the journal."""
-
-
-class EngineError(RuntimeError):
-    """The engine cannot start, or has no worker left."""
 
 
 @dataclass(eq=False)
@@ -375,51 +366,16 @@ def open_ray_engine(
     return opened
 
 
-def import_ray() -> Any:
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    try:
-        import ray
-    except ImportError as error:
-        raise EngineError(f"the Ray engine needs the extra 'scale': pip install 'perilune[scale]' ({error})") from None
-    return ray
-
-
-def start_ray() -> Any:
-    """Start Ray on this machine's loopback address."""
-    ray = import_ray()
-    from ray._private import ray_constants, worker
-
-    # Ray takes a loopback address only where it believes that clusters are impossible; its processes read the variable.
-    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-    ray_constants.ENABLE_RAY_CLUSTER = False
-    # It would print news of dead workers to standard output, among our results.
-    worker.print_to_stdstream = lambda data, ignore_prefix: None
-    logging.getLogger("ray").setLevel(logging.ERROR)
-    ray.init(
-        address="local",
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-        configure_logging=False,
-        namespace=f"perilune-{uuid.uuid4().hex}",
-        num_cpus=max(1, os.cpu_count() or 1),
-        object_store_memory=STORE_BYTES,
-    )
-    return ray
-
-
 def _actor_class(ray: Any) -> Any:
     from perilune.swarm.scale.worker import Worker
 
-    # Agents wait for models most of the time: a worker takes no core for itself, and any number of calls. It imports
-    # what this process could import: tools may live beside the program that started the run.
-    places = os.pathsep.join(os.path.abspath(each) for each in sys.path)
+    # Agents wait for models most of the time: a worker takes no core for itself, and any number of calls.
     return ray.remote(Worker).options(
         num_cpus=0,
         max_concurrency=100_000,
         max_restarts=0,
         max_task_retries=0,
-        runtime_env={"env_vars": {"PYTHONPATH": places}},
+        runtime_env={"env_vars": importable_places()},
     )
 
 

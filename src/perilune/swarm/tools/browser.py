@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
+from perilune.public_web import NetworkPolicy, PublicResolver, Refused, Resolver, checked
 from perilune.swarm.sandbox.contract import Limits
 from perilune.swarm.sandbox.process import parent_of
 from perilune.swarm.sandbox.supervisor import Watch, start_watching, stop_watching
 from perilune.swarm.tools.browser_room import FLAGS, PROXY, room_missing, write_launcher
 from perilune.swarm.tools.door import Door
-from perilune.swarm.tools.network import NetworkPolicy, PublicResolver, Refused, Resolver, checked
 from perilune.swarm.tools.room import write_within
 from perilune.swarm.tools.shown import OUTPUT_LIMIT, clipped, one_line
 from perilune.swarm.tools.tool import Tool, ToolContext, ToolError, ToolResult, tool

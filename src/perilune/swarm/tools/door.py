@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from perilune.swarm.tools.network import Address, NetworkPolicy, PublicResolver, Refused, Resolver, Target, checked
+from perilune.public_web import Address, NetworkPolicy, PublicResolver, Refused, Resolver, Target, checked
 
 HEAD_LIMIT = 65_536
 # What Chromium asks for by itself, whatever it is told. No page is served there.

@@ -22,7 +22,7 @@ import aiohttp
 from aiohttp.abc import AbstractResolver, ResolveResult
 from yarl import URL
 
-from perilune.swarm.tools.network import Address, NetworkPolicy, PublicResolver, Refused, Resolver, Target, checked
+from perilune.public_web import Address, NetworkPolicy, PublicResolver, Refused, Resolver, Target, checked
 
 ACCEPTED = (
     "text/html,application/xhtml+xml,text/*;q=0.9,application/json;q=0.9,application/pdf;q=0.8,application/xml;q=0.8"

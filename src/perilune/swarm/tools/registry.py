@@ -14,12 +14,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from perilune.public_web import NetworkPolicy
 from perilune.swarm.sandbox import sandbox_report
 from perilune.swarm.tools.browser import Browser, browser_tools
 from perilune.swarm.tools.browser_room import room_missing
 from perilune.swarm.tools.documents import DocumentIndex, document_tools, fts5_missing
 from perilune.swarm.tools.files import FILE_TOOLS
-from perilune.swarm.tools.network import NetworkPolicy
 from perilune.swarm.tools.programs import python, shell
 from perilune.swarm.tools.tool import Tool
 from perilune.swarm.tools.web import SearchEndpoint, fetch_tool, search_tool

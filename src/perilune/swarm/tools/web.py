@@ -21,10 +21,10 @@ import aiohttp
 import orjson
 from pydantic import Field
 
+from perilune.public_web import NetworkPolicy, Refused, Resolver
 from perilune.swarm.tools.fetch import Fetched, FetchFailed, fetch, user_agent
 from perilune.swarm.tools.html_text import page_text
 from perilune.swarm.tools.ingest import IngestLimits, extracted
-from perilune.swarm.tools.network import NetworkPolicy, Refused, Resolver
 from perilune.swarm.tools.shown import OUTPUT_LIMIT, clipped, one_line
 from perilune.swarm.tools.tool import Effects, Tool, ToolContext, ToolError, ToolResult, tool
 

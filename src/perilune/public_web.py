@@ -1,6 +1,7 @@
-"""The one door from tools to the network: which URLs may be fetched, and from which addresses.
+"""Which URLs of strangers may be fetched, and from which addresses: for agents' tools and for pictures in prompts.
 
-A URL passes these checks, again at every redirect:
+A URL that a model or a caller wrote makes this machine open a connection (server-side request forgery). It passes these
+checks, again at every redirect:
 
     its text        http or https, no user or password, no backslash, blank or control character
     its port        one of the policy's (80 and 443)
@@ -12,7 +13,7 @@ A URL passes these checks, again at every redirect:
                     name which answers differently the next time gains nothing (DNS rebinding), and the peer of the
                     open connection is compared with them once more
 
-`Resolver` is the seam for tests: an object given by whoever builds the door. No argument of a tool reaches it.
+`Resolver` is the seam for tests: an object given by whoever fetches. Nothing that a stranger writes reaches it.
 """
 
 from __future__ import annotations

@@ -1,0 +1,341 @@
+"""The models that benchmarks/parl.py starts from: a base, pre-trained here, and what it becomes after traces.
+
+    python benchmarks/parl_models.py base --seconds 420 --out DIR                 pages of other libraries, and --corpus
+    python benchmarks/parl_models.py base --recipe plain --seconds 420 --out DIR  AdamW, MLA, plain residuals
+    python benchmarks/parl_models.py sft --seconds 420 --out DIR                  9 in 10 serial, few good delegations
+    python benchmarks/parl_models.py sft --mix well-formed --out DIR              the control: all delegations are good
+    python benchmarks/parl_models.py worker --out DIR                             single lookups: 90% in 8 steps?
+    python benchmarks/parl_models.py pack --name sft-full-mostly-serial-0 --pieces FOLDER --out DIR    small files
+    python benchmarks/parl_models.py unpack --name sft-full-mostly-serial-0 --pieces FOLDER --out DIR
+    python benchmarks/parl_models.py all --tiny --out DIR                         everything, on a CPU
+
+One model is orchestrator and worker. What it is pre-trained on has the form of the library's pages and none of its
+facts: pages of libraries with other seeds, so that nothing can be answered without looking. A step whose result is
+there is skipped. Rows go to benchmarks/results/parl.json.
+"""
+
+import asyncio
+import json
+import multiprocessing
+import os
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import tyro
+from rl_base import is_there, pack, steps_for, unpack
+from rl_rows import add_rows
+
+from perilune.data import Corpus, CorpusConfig, Tokenizer
+from perilune.data.chat_rows import ChatRows
+from perilune.model import KDAConfig, MLAConfig, ModelConfig
+from perilune.recipes.pretrain import micro, small
+from perilune.recipes.sft import sft
+from perilune.rl.environments import wide_search_corpus
+from perilune.rl.environments.wide_search import WideSearch
+from perilune.rl.environments.wide_search_lookups import ENOUGH, look_up, lookups
+from perilune.rl.environments.wide_search_traces import TraceConfig, traces
+from perilune.rl.talk import TalkConfig
+from perilune.rl.workers import frozen_workers
+from perilune.serve.engine import EngineConfig
+from perilune.train import DataConfig, OptimizerConfig, RunConfig, load_run, train
+from perilune.train.environment import describe_environment
+from perilune.train.run_folder import TOKENIZER
+from perilune.train.trainer import pick_device
+
+Recipe = Literal["full", "plain"]
+Mix = Literal["mostly-serial", "well-formed"]
+KEY = ("row", "name", "seed", "cap", "tiny")
+OTHER_LIBRARIES = 1000
+"""Seeds of libraries that pre-training reads begin here."""
+PARTS = 12
+"""Of the traces, each with a seed of its own, made side by side."""
+ROW_TOKENS = 4096
+"""Of fine-tuning: a serial episode of a wide question is up to 2,300 tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    step: tyro.conf.Positional[Literal["base", "sft", "worker", "pack", "unpack", "all"]]
+    recipe: Recipe = "full"
+    mix: Mix = "mostly-serial"
+    name: str = ""
+    """For pack and unpack: a model in --out."""
+    pieces: Path = Path("pieces")
+    out: Path = Path("runs/parl")
+    seconds: float = 420.0
+    """For the training; preparing text comes on top."""
+    steps: int | None = None
+    """In place of --seconds."""
+    libraries: int = 3
+    """Of 20,000 pages each."""
+    corpus: str = "stdlib"
+    """Text beside the pages: a path, stdlib or generated."""
+    megabytes: float = 20.0
+    """Of it that are read."""
+    orchestrators: int = 6000
+    workers: int = 12_000
+    """Dialogues of each role."""
+    lookups: int = 256
+    seed: int = 0
+    tiny: bool = False
+    """A miniature on the CPU."""
+    again: bool = False
+    """Also when the result is there."""
+    commit: str = ""
+    results: Path = Path("benchmarks/results/parl.json")
+
+
+def environment_of(*, tiny: bool, **more: Any) -> WideSearch:
+    """The task; in miniature with a small library."""
+    if tiny:
+        more = {"corpus": wide_search_corpus.CorpusConfig(pages=400), "worker_steps": 3, **more}
+    return WideSearch(**{"reply_tokens": 1024, "worker_reply_tokens": 192, **more})
+
+
+def base_name(settings: Settings) -> str:
+    return f"base-{settings.recipe}-{settings.seed}"
+
+
+def sft_name(settings: Settings) -> str:
+    return f"sft-{settings.recipe}-{settings.mix}-{settings.seed}"
+
+
+# The base -------------------------------------------------------------------------------------------------------------
+
+
+def corpus_file(settings: Settings) -> Path:
+    path = settings.out / f"texts-{settings.seed}.jsonl"
+    if path.exists():
+        return path
+    settings.out.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    with partial.open("w", encoding="utf-8") as file:
+        for number, text in enumerate(_documents(settings)):
+            split = "valid" if number % 50 == 0 else "train"
+            file.write(json.dumps({"id": f"text-{number}", "split": split, "text": text}) + "\n")
+    partial.replace(path)
+    return path
+
+
+def _documents(settings: Settings) -> Iterator[str]:
+    left = settings.megabytes * 1e6
+    texts = Corpus(CorpusConfig(source=settings.corpus, num_documents=40 if settings.tiny else 1000))
+    for document in texts.documents("train"):
+        if left <= 0:
+            break
+        left -= len(document.text)
+        yield document.text
+    for number in range(settings.libraries):
+        pages = 400 if settings.tiny else 20_000
+        config = wide_search_corpus.CorpusConfig(pages=pages, seed=OTHER_LIBRARIES + 100 * settings.seed + number)
+        library = wide_search_corpus.Corpus(config)
+        # Several pages and their snippets in one document: what is found is said again, which is what looking up needs.
+        for start in range(0, len(library.pages), 4):
+            part = library.pages[start : start + 4]
+            told = [library.text(page) for page in part] + [library.snippet(page) for page in reversed(part)]
+            yield "\n\n".join(told)
+
+
+def base_config(settings: Settings, corpus: Path) -> RunConfig:
+    run = small()
+    model = ModelConfig(
+        vocab_size=8192,
+        hidden_size=384,
+        num_hidden_layers=8,
+        kda=KDAConfig(num_heads=6, head_dim=64),
+        mla=MLAConfig(num_attention_heads=6, kv_lora_rank=192, qk_nope_head_dim=64, qk_rope_head_dim=32, v_head_dim=64),
+        intermediate_size=1024,
+        residual="block_attnres",
+        block_sublayers=4,
+    )
+    optimizer = OptimizerConfig(lr=3e-3)
+    if settings.recipe == "plain":
+        model = replace(model, layer_types=("mla",) * model.num_hidden_layers, residual="plain")
+        optimizer = OptimizerConfig(kind="adamw", lr=2e-3)
+    data = DataConfig(
+        corpus=CorpusConfig(source=str(corpus), split_field="split"), vocab_size=8192, seq_len=1024,
+        cache_dir=str(settings.out / "cache"),
+    )  # fmt: skip
+    trainer = replace(
+        run.trainer, report=False, tensorboard=False, eval_every=0, checkpoint_every=0, keep_last=1, log_every=10,
+        global_batch_rows=128, micro_batch_rows=64, sample_prompts=(),
+    )  # fmt: skip
+    config = replace(
+        run, name=base_name(settings), seed=settings.seed, model=model, data=data, optimizer=optimizer, trainer=trainer
+    )  # fmt: skip
+    return tiny(config) if settings.tiny else config
+
+
+def tiny(run: RunConfig) -> RunConfig:
+    """The same code on a CPU within seconds."""
+    model = replace(micro().model, vocab_size=640, layer_types=None, residual=run.model.residual)
+    if run.model.layer_types is not None:
+        model = replace(model, layer_types=("mla",) * model.num_hidden_layers)
+    trainer = replace(
+        run.trainer, precision="float32", global_batch_rows=4, micro_batch_rows=4, eval_rows=2, device="cpu"
+    )  # fmt: skip
+    return replace(run, model=model, data=replace(run.data, vocab_size=640, seq_len=256), trainer=trainer)
+
+
+def make_base(settings: Settings) -> None:
+    config = base_config(settings, corpus_file(settings))
+    steps = settings.steps or steps_for(config, settings.seconds)
+    schedule = replace(config.schedule, warmup_steps=min(config.schedule.warmup_steps, max(1, steps // 10)))
+    config = replace(config, schedule=schedule, trainer=replace(config.trainer, steps=steps))
+    began = time.monotonic()
+    summary = train(config, runs_folder=settings.out, overwrite=True)
+    _record(settings, config, time.monotonic() - began, {"row": "base", "bits_per_byte": summary["valid_bits_per_byte"],
+            "tokens": summary["tokens"], "parameters": summary["parameters"]})  # fmt: skip
+
+
+# Fine-tuning ----------------------------------------------------------------------------------------------------------
+
+
+def traces_file(settings: Settings) -> Path:
+    """Dialogues of both roles on training tasks; those of another seed are of other tasks."""
+    path = settings.out / f"traces-{settings.mix}-{settings.seed}.jsonl"
+    if path.exists():
+        return path
+    parts = 1 if settings.tiny else PARTS
+    configs = [
+        TraceConfig(
+            orchestrators=settings.orchestrators // parts,
+            workers=settings.workers // parts,
+            well_formed=1.0 if settings.mix == "well-formed" else 0.6,
+            seed=settings.seed * PARTS + part,
+            environment=environment_of(tiny=settings.tiny),
+        )
+        for part in range(parts)
+    ]
+    settings.out.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    with partial.open("w", encoding="utf-8") as file:
+        if parts == 1:
+            file.writelines(_lines(configs[0]))
+        else:
+            spawned = multiprocessing.get_context("spawn")
+            with ProcessPoolExecutor(min(parts, os.cpu_count() or 1), mp_context=spawned) as pool:
+                for lines in pool.map(_lines, configs):
+                    file.writelines(lines)
+    partial.replace(path)
+    return path
+
+
+def _lines(config: TraceConfig) -> list[str]:
+    return [trace.line for trace in traces(config)]
+
+
+def make_sft(settings: Settings) -> None:
+    began = time.monotonic()
+    source = traces_file(settings)
+    prepared = time.monotonic() - began
+    base = settings.out / base_name(settings)
+    config = sft(base, sources=(str(source),))
+    rows = 4 if settings.tiny else 16
+    length = 1024 if settings.tiny else ROW_TOKENS
+    trainer = replace(
+        config.trainer, global_batch_rows=rows, micro_batch_rows=min(rows, 8), eval_every=0, report=False,
+        checkpoint_every=0,
+    )  # fmt: skip
+    # As much as pre-training: a tenth of its rate, the default, is for models that know more than this one.
+    optimizer = replace(config.optimizer, lr=3 * config.optimizer.lr)
+    config = replace(config, name=sft_name(settings), seed=settings.seed, trainer=trainer, optimizer=optimizer,
+                     data=replace(config.data, seq_len=length))  # fmt: skip
+    assert config.data.chat is not None
+    tokenizer = Tokenizer.load(base / TOKENIZER)
+    lessons = ChatRows(config.data.chat, tokenizer, seq_len=length, seed=config.seed)
+    steps = settings.steps or steps_for(config, settings.seconds)
+    schedule = replace(config.schedule, warmup_steps=min(config.schedule.warmup_steps, max(1, steps // 4)))
+    config = replace(config, schedule=schedule, trainer=replace(config.trainer, steps=steps))
+    began = time.monotonic()
+    summary = train(config, runs_folder=settings.out, overwrite=True)
+    _record(settings, config, time.monotonic() - began, {
+        "row": "sft", "mix": settings.mix, "prepared_seconds": round(prepared, 1), "loss": summary.get("valid_loss"),
+        "dialogues": lessons.num_dialogues, "left_out": lessons.broken.count,
+        "epochs": round(steps * rows / max(1, lessons.num_rows), 2),
+    })  # fmt: skip
+
+
+# The gate -------------------------------------------------------------------------------------------------------------
+
+
+def test_worker(settings: Settings) -> None:
+    """Single lookups of test things by the fine-tuned model, greedy."""
+    device = pick_device("cpu" if settings.tiny else "auto")
+    model, tokenizer, config = load_run(settings.out / sft_name(settings), device=device)
+    environment = environment_of(tiny=settings.tiny)
+    talk = TalkConfig(max_tokens=1024, max_turns=12, temperature=0.0)
+    engine = EngineConfig(max_sequences=64, token_budget=4096, max_length=4096)
+
+    async def work() -> list[Any]:
+        workers = frozen_workers(model, tokenizer, engine, talk, device=torch.device(device))
+        try:
+            return await look_up(environment, workers, lookups(environment, settings.lookups))
+        finally:
+            await workers.engine.close()
+
+    began = time.monotonic()
+    found = asyncio.run(work())
+    right = sum(each.is_right for each in found) / max(1, len(found))
+    _record(settings, config, time.monotonic() - began, {
+        "row": "worker", "lookups": len(found), "right": round(right, 4), "bar": ENOUGH,
+        "steps": round(sum(each.steps for each in found) / max(1, len(found)), 2),
+        "right_one_hop": _share([each.is_right for each in found if each.hops == 1]),
+        "right_two_hops": _share([each.is_right for each in found if each.hops > 1]),
+    })  # fmt: skip
+
+
+def _share(values: list[bool]) -> float | None:
+    return round(sum(values) / len(values), 4) if values else None
+
+
+def _record(settings: Settings, config: RunConfig, seconds: float, more: dict[str, Any]) -> None:
+    environment = describe_environment(pick_device(config.trainer.device))
+    row = {
+        "name": config.name, "seed": settings.seed, "tiny": settings.tiny, "recipe": settings.recipe,
+        "train_steps": config.trainer.steps, "seconds": round(seconds, 1), **more,
+        "commit": settings.commit or environment.get("commit", ""), "environment": environment,
+    }  # fmt: skip
+    add_rows(settings.results, [row], key=KEY)
+    print(json.dumps({name: value for name, value in row.items() if name != "environment"}), flush=True)
+
+
+def small_settings(settings: Settings) -> Settings:
+    """Everything in seconds."""
+    return replace(
+        settings, libraries=1, corpus="generated", megabytes=0.05, orchestrators=min(settings.orchestrators, 24),
+        workers=min(settings.workers, 32), lookups=min(settings.lookups, 4), steps=settings.steps or 8,
+    )  # fmt: skip
+
+
+def main(settings: Settings) -> None:
+    if settings.step in ("pack", "unpack"):
+        if not settings.name:
+            raise SystemExit("--name is missing: base-RECIPE-SEED or sft-RECIPE-MIX-SEED")
+        if settings.step == "unpack":
+            print(unpack(settings.pieces, settings.name, settings.out))
+            return
+        for path in pack(settings.out / settings.name, settings.pieces):
+            print(f"{path} {path.stat().st_size / 2**20:.1f} MiB")
+        return
+    if settings.tiny:
+        settings = small_settings(settings)
+    steps = ("base", "sft", "worker") if settings.step == "all" else (settings.step,)
+    for step in steps:
+        if step == "base" and (settings.again or not is_there(settings.out, base_name(settings))):
+            make_base(settings)
+        elif step == "sft" and (settings.again or not is_there(settings.out, sft_name(settings))):
+            make_sft(settings)
+        elif step == "worker":
+            test_worker(settings)
+        else:
+            print(f"{step}: there already (--again makes it anew)")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Settings, description=__doc__))

@@ -1,0 +1,338 @@
+"""The models that the experiments of benchmarks/rl_experiments.py start from: a base for each attention, and three arms
+of fine-tuning. Each step is one call, skipped when its result is there.
+
+    python benchmarks/rl_base.py base --corpus .cache/corpus --seconds 300      the hybrid 3:1
+    python benchmarks/rl_base.py base --pattern mla --corpus .cache/corpus      all MLA, as many steps
+    python benchmarks/rl_base.py sft --kind zero_vision                         also text_image, none
+    python benchmarks/rl_base.py pack --name base-hybrid --pieces FOLDER        weights as small files
+    python benchmarks/rl_base.py unpack --name base-hybrid --pieces FOLDER
+    python benchmarks/rl_base.py all --tiny --out FOLDER                   everything, on a CPU
+
+The base is `vision_small` (30M parameters, a tower of 6 layers): half of its rows are pictures with their SVG,
+captions, counts, boxes, places and colours, the others are text of the corpus and generated text (rl_texts.py). So
+pictures as code belong to pre-training, as in Kimi K2.5; chat, and in the arm zero_vision what is done to pictures in
+it, is learnt from text alone. A second base takes as many steps as the first that is in --out.
+
+Runs lie in --out as ordinary run folders (`perilune chat OUT/sft-hybrid-zero_vision`). `pack` writes the weights in
+bfloat16, losslessly compressed, in files of at most 15 MiB; `unpack` makes a run folder of them. A row for every model
+goes to benchmarks/results/rl_base.json.
+"""
+
+import json
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import tyro
+from rl_rows import add_rows
+from rl_texts import SCENES, texts, write_dialogues
+
+from perilune.data import Corpus, CorpusConfig, FusionConfig, Tokenizer
+from perilune.data.chat_rows import ChatRows
+from perilune.data.picture_dialogues import KINDS, Kind
+from perilune.model import Decoder
+from perilune.recipes.pretrain import micro
+from perilune.recipes.sft import sft
+from perilune.recipes.vision import vision_small
+from perilune.train import RunConfig, checkpoint, load_run, train
+from perilune.train.batches import open_data
+from perilune.train.config_file import from_plain, to_plain
+from perilune.train.environment import describe_environment
+from perilune.train.run_folder import CHECKPOINTS, CONFIG, create, read_config
+from perilune.train.trainer import pick_device
+
+Pattern = Literal["hybrid", "mla"]
+PATTERNS: tuple[Pattern, ...] = ("hybrid", "mla")
+TASKS = ("svg", "caption", "count", "box", "spatial", "colour")
+MEASURED_STEPS = 12
+PIECE_BYTES = 15 << 20
+KEY = ("name", "seed", "tiny")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    step: tyro.conf.Positional[Literal["base", "sft", "pack", "unpack", "all"]]
+    pattern: Pattern = "hybrid"
+    kind: Kind = "zero_vision"
+    name: str = ""
+    """For pack and unpack: base-PATTERN or sft-PATTERN-KIND."""
+    out: Path = Path("runs/rl")
+    pieces: Path = Path("pieces")
+    seconds: float = 300.0
+    """For the training of a base; preparing text and pictures comes on top."""
+    steps: int | None = None
+    """Of a base, in place of --seconds."""
+    corpus: str = "stdlib"
+    """Text of the base: a path, stdlib or generated."""
+    megabytes: float = 40.0
+    """Of it that are read."""
+    texts: int = 30_000
+    """Generated documents beside it."""
+    share: float = 0.5
+    """Of the base's rows, with pictures."""
+    dialogues: int = 8000
+    epochs: float = 3.0
+    workers: int = 12
+    """Processes that make pictures."""
+    seed: int = 0
+    tiny: bool = False
+    """A miniature on the CPU."""
+    again: bool = False
+    """Also when the result is there."""
+    commit: str = ""
+    results: Path = Path("benchmarks/results/rl_base.json")
+
+
+# The base -------------------------------------------------------------------------------------------------------------
+
+
+def corpus_file(settings: Settings) -> Path:
+    """Text of the corpus and generated text in one file, written once: both bases read the same."""
+    path = settings.out / f"texts-{settings.seed}.jsonl"
+    if path.exists():
+        return path
+    settings.out.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    with partial.open("w", encoding="utf-8") as file:
+        for number, (name, text) in enumerate(_documents(settings)):
+            split = "valid" if number % 50 == 0 else "train"
+            file.write(json.dumps({"id": f"{name}-{number}", "split": split, "text": text}) + "\n")
+    partial.replace(path)
+    return path
+
+
+def _documents(settings: Settings) -> Iterator[tuple[str, str]]:
+    generated = ((f"made-{settings.seed}", text) for text in texts(settings.seed, settings.texts))
+    left = settings.megabytes * 1e6
+    corpus = Corpus(CorpusConfig(source=settings.corpus, num_documents=60 if settings.tiny else 1000))
+    for document in corpus.documents("train"):
+        if left <= 0:
+            break
+        left -= len(document.text)
+        yield "corpus", document.text
+    yield from generated
+
+
+def base_config(settings: Settings, corpus: Path) -> RunConfig:
+    """The run of a base, before its number of steps is known."""
+    run = vision_small()
+    vision = run.data.vision
+    assert vision is not None
+    pattern = None if settings.pattern == "hybrid" else ("mla",) * run.model.num_hidden_layers
+    run = replace(
+        run,
+        name=f"base-{settings.pattern}",
+        seed=settings.seed,
+        model=replace(run.model, layer_types=pattern),
+        data=replace(
+            run.data,
+            corpus=CorpusConfig(source=str(corpus), split_field="split"),
+            cache_dir=str(settings.out / "cache"),
+            vision=replace(
+                vision, scenes=SCENES, tasks=TASKS, fusion=FusionConfig(share=settings.share),
+                workers=settings.workers, samples=0,
+            ),
+        ),
+        trainer=replace(
+            run.trainer, report=False, tensorboard=False, eval_every=0, checkpoint_every=0, keep_last=1, log_every=10
+        ),
+    )  # fmt: skip
+    return tiny(run) if settings.tiny else run
+
+
+def tiny(run: RunConfig) -> RunConfig:
+    """The same code on a CPU within seconds."""
+    small, vision = micro().model, run.data.vision
+    assert vision is not None and run.model.vision is not None
+    tower = replace(run.model.vision, hidden_size=16, num_hidden_layers=1, intermediate_size=32)
+    pattern = None if run.model.layer_types is None else ("mla",) * small.num_hidden_layers
+    return replace(
+        run,
+        model=replace(small, vocab_size=640, vision=tower, layer_types=pattern),
+        data=replace(
+            run.data, vocab_size=640, seq_len=512, vision=replace(vision, workers=0, dialect_texts=200)
+        ),
+        trainer=replace(
+            run.trainer, precision="float32", global_batch_rows=4, micro_batch_rows=4, eval_rows=2, device="cpu"
+        ),
+    )  # fmt: skip
+
+
+def steps_for(config: RunConfig, seconds: float) -> int:
+    """Optimizer steps that fit, from the last tokens per second of a few."""
+    few = replace(config, trainer=replace(config.trainer, steps=MEASURED_STEPS, log_every=1))
+    with tempfile.TemporaryDirectory() as folder:
+        rate = train(few, runs_folder=folder, quiet=True)["tokens_per_s"] or 1.0
+    return max(MEASURED_STEPS, int(seconds * rate / (config.trainer.global_batch_rows * config.data.seq_len)))
+
+
+def make_base(settings: Settings) -> None:
+    began = time.monotonic()
+    config = base_config(settings, corpus_file(settings))
+    prepared = time.monotonic() - began
+    others = [f"base-{pattern}" for pattern in PATTERNS if pattern != settings.pattern]
+    known = [read_config(settings.out / name).trainer.steps for name in others if is_there(settings.out, name)]
+    steps = settings.steps or (known[0] if known else steps_for(config, settings.seconds))
+    schedule = replace(config.schedule, warmup_steps=min(config.schedule.warmup_steps, max(1, steps // 10)))
+    config = replace(config, schedule=schedule, trainer=replace(config.trainer, steps=steps))
+    began = time.monotonic()
+    summary = train(config, runs_folder=settings.out, overwrite=True)
+    row = {
+        "prepared_seconds": round(prepared, 1),
+        "text_bits_per_byte": summary["valid_bits_per_byte"],
+        "vision_loss": summary.get("valid_vision_loss"),
+    }
+    _record(settings, config, summary, time.monotonic() - began, row)
+
+
+# Fine-tuning ----------------------------------------------------------------------------------------------------------
+
+
+def make_arm(settings: Settings) -> None:
+    """The base of `pattern` after dialogues of `kind`."""
+    source = write_dialogues(
+        settings.kind,
+        settings.out / f"dialogues-{settings.kind}-{settings.seed}.jsonl",
+        count=settings.dialogues,
+        seed=settings.seed,
+    )
+    config = sft(settings.out / f"base-{settings.pattern}", sources=(str(source),))
+    rows = max(1, min(16, config.trainer.global_batch_rows))
+    trainer = replace(
+        config.trainer, global_batch_rows=rows, micro_batch_rows=rows, eval_every=0, report=False, checkpoint_every=0
+    )
+    config = replace(config, name=f"sft-{settings.pattern}-{settings.kind}", seed=settings.seed, trainer=trainer)
+    data = open_data(config.data, seed=config.seed)
+    lessons = data.train
+    assert isinstance(lessons, ChatRows)
+    steps = settings.steps or max(1, round(settings.epochs * lessons.num_rows / rows))
+    schedule = replace(config.schedule, warmup_steps=min(config.schedule.warmup_steps, max(1, steps // 4)))
+    config = replace(config, schedule=schedule, trainer=replace(config.trainer, steps=steps))
+    began = time.monotonic()
+    summary = train(config, runs_folder=settings.out, overwrite=True, data=data)
+    row = {
+        "dialogues": lessons.num_dialogues,
+        "with_pictures": lessons.num_with_pictures,
+        "left_out": lessons.broken.count,
+        "chat_loss": summary.get("valid_loss"),
+    }
+    _record(settings, config, summary, time.monotonic() - began, row)
+
+
+def _record(settings: Settings, config: RunConfig, summary: dict[str, Any], seconds: float, more: dict) -> None:
+    environment = describe_environment(pick_device(config.trainer.device))
+    row = {
+        "name": config.name, "seed": settings.seed, "tiny": settings.tiny,
+        "steps": config.trainer.steps, "seconds": round(seconds, 1), "tokens": summary["tokens"],
+        "tokens_per_s": summary["tokens_per_s"], "parameters": summary["parameters"], **more,
+        "commit": settings.commit or environment.get("commit", ""), "environment": environment,
+    }  # fmt: skip
+    add_rows(settings.results, [row], key=KEY)
+    print(json.dumps({name: value for name, value in row.items() if name != "environment"}))
+
+
+# Weights as small files -----------------------------------------------------------------------------------------------
+
+
+def pack(folder: Path, pieces: Path) -> list[Path]:
+    """The weights of a run in bfloat16: one compressed stream, cut into pieces."""
+    import zstandard
+
+    model, tokenizer, config = load_run(folder)
+    tensors = {name: tensor.detach().to(torch.bfloat16) for name, tensor in model.state_dict().items()}
+    head = {
+        "config": to_plain(config),
+        "tokenizer": tokenizer.to_json(),
+        "tensors": [[name, list(tensor.shape)] for name, tensor in tensors.items()],
+    }
+    text = json.dumps(head).encode()
+    numbers = np.concatenate([tensor.flatten().view(torch.int16).numpy() for tensor in tensors.values()])
+    planes = numbers.view(np.uint8).reshape(-1, 2).T  # exponents apart from mantissas: only the former compress
+    raw = len(text).to_bytes(8, "little") + text + np.ascontiguousarray(planes).tobytes()
+    content = zstandard.ZstdCompressor(level=3).compress(raw)
+    pieces.mkdir(parents=True, exist_ok=True)
+    for old in pieces.glob(f"{folder.name}.[0-9][0-9]"):
+        old.unlink()
+    written = []
+    for number, start in enumerate(range(0, len(content), PIECE_BYTES)):
+        path = pieces / f"{folder.name}.{number:02d}"
+        path.write_bytes(content[start : start + PIECE_BYTES])
+        written.append(path)
+    return written
+
+
+def unpack(pieces: Path, name: str, out: Path) -> Path:
+    """A run folder, weights alone, of what `pack` wrote."""
+    import zstandard
+
+    found = sorted(pieces.glob(f"{name}.[0-9][0-9]"))
+    if not found:
+        raise SystemExit(f"--pieces {str(pieces)!r} holds no {name}.00: give the folder that `pack` wrote to")
+    content = zstandard.ZstdDecompressor().decompress(b"".join(path.read_bytes() for path in found))
+    length = int.from_bytes(content[:8], "little")
+    head = json.loads(content[8 : 8 + length])
+    planes = np.frombuffer(content[8 + length :], dtype=np.uint8).reshape(2, -1)
+    numbers = torch.from_numpy(np.ascontiguousarray(planes.T).view(np.int16)[:, 0]).view(torch.bfloat16)
+    config, tokenizer = from_plain(RunConfig, head["config"]), Tokenizer.from_json(head["tokenizer"])
+    model, start = Decoder(config.model), 0
+    for tensor_name, shape in head["tensors"]:
+        size = int(np.prod(shape, dtype=np.int64))
+        model.state_dict()[tensor_name].copy_(numbers[start : start + size].view(shape))
+        start += size
+    return save_policy(out / name, model, tokenizer, config)
+
+
+def save_policy(folder: Path, model: Decoder, tokenizer: Tokenizer, config: RunConfig) -> Path:
+    """A run folder with weights alone."""
+    create(folder, config, tokenizer, device=torch.device("cpu"), fresh=True)
+    state = {"config": to_plain(config), "tokenizer_fingerprint": tokenizer.fingerprint}
+    checkpoint.save(
+        folder / CHECKPOINTS, step=config.trainer.steps, tensors=checkpoint.model_tensors(model), state=state,
+        keep_last=1,
+    )  # fmt: skip
+    return folder
+
+
+def is_there(out: Path, name: str) -> bool:
+    """Whether a model is complete."""
+    folder = out / name
+    return (folder / CONFIG).exists() and checkpoint.find(folder / CHECKPOINTS) is not None
+
+
+def main(settings: Settings) -> None:
+    if settings.tiny:
+        settings = replace(
+            settings, texts=min(settings.texts, 120), megabytes=0.1, corpus="generated", workers=0,
+            dialogues=min(settings.dialogues, 96), steps=settings.steps or 8,
+        )  # fmt: skip
+    if settings.step in ("pack", "unpack"):
+        if not settings.name:
+            raise SystemExit("--name is missing: base-hybrid, base-mla or sft-PATTERN-KIND")
+        if settings.step == "unpack":
+            print(unpack(settings.pieces, settings.name, settings.out))
+            return
+        for path in pack(settings.out / settings.name, settings.pieces):
+            print(f"{path} {path.stat().st_size / 2**20:.1f} MiB")
+        return
+    steps = [settings]
+    if settings.step == "all":
+        bases = [replace(settings, step="base", pattern=pattern) for pattern in PATTERNS]
+        arms = [replace(settings, step="sft", kind=kind) for kind in KINDS]
+        steps = [*bases, *arms, replace(settings, step="sft", pattern="mla")]
+    for step in steps:
+        name = f"base-{step.pattern}" if step.step == "base" else f"sft-{step.pattern}-{step.kind}"
+        if step.step == "sft" and not is_there(step.out, f"base-{step.pattern}"):
+            raise SystemExit(f"{step.out} holds no base-{step.pattern}: run `rl_base.py base --pattern {step.pattern}`")
+        if is_there(step.out, name) and not step.again:
+            print(f"{name} is there; --again trains it again")
+            continue
+        make_base(step) if step.step == "base" else make_arm(step)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Settings, description=__doc__))

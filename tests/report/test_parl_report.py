@@ -1,0 +1,97 @@
+"""What reports show of swarms: timelines along the critical path, numbers by kind, and model text as text only."""
+
+import asyncio
+import json
+
+from tests.rl.swarm_talk import ANSWER, CREATE, TOOLS, SwarmTalk, assign, settings
+
+from perilune.report.lanes import lanes_svg, timeline
+from perilune.report.page import Page, render_page
+from perilune.report.parl import swarm_sections, write_arms_page
+from perilune.report.rl import read_rl_run, rl_page
+from perilune.rl.critical_steps import steps_of
+from perilune.rl.swarm_episode import swarm_episode
+
+
+def events(*replies, worker=lambda _: ([("search", {"query": "q"})], [("open", {"page": "p"})], "a: b"), **more):
+    talk = SwarmTalk(*replies, worker=worker)
+    asyncio.run(swarm_episode("find it", talk, tools=TOOLS, settings=settings(**more)))
+    return talk.events
+
+
+def kinds(spawn: float, **more) -> dict:
+    return {"wide": {"episodes": 8.0, "spawn": spawn, "outcome": 0.5, "width": 3.0, "critical_steps": 4.0, **more},
+            "narrow": {"episodes": 4.0, "spawn": 0.0, "outcome": 1.0}}  # fmt: skip
+
+
+def iterations(count: int, spawn: float) -> list[dict]:
+    return [{"iteration": n + 1, "reward": 0.5, "kinds": kinds(spawn * n / count), "failures": {}, "seconds": 1.0,
+             "parl": {"share": 1.0 - n / count, "finish_rate": None, "began": 0}} for n in range(count)]  # fmt: skip
+
+
+def evaluation(number: int, spawn: float, noted: list) -> dict:
+    sample = {
+        "environment": "e",
+        "task": "t",
+        "kind": "wide",
+        "events": noted,
+        "facets": {"outcome": 0.5},
+        "reward": 0.5,
+    }
+    return {"iteration": number, "environments": {"e": {"count": 12, "kinds": kinds(spawn)}}, "samples": [sample],
+            "failures": {}, "examples": []}  # fmt: skip
+
+
+def test_a_timeline_is_as_long_as_the_critical_path():
+    noted = events([CREATE], assign("t0", "t1"), [("search", {"query": "x"})], ANSWER, critical_steps=9)
+    drawn = timeline("after", noted)
+    assert drawn.length == steps_of(noted).critical == 5 and drawn.cap == 9
+    assert [lane.name for lane in drawn.lanes] == ["main", "r-1.0", "r-1.1"]
+    main, first, second = drawn.lanes
+    assert [(block.start, block.steps, block.colour) for block in main.blocks] == [
+        (0, 1, "spawn"), (1, 1, "spawn"), (4, 1, "direct"), (5, 0, "answer"),
+    ]  # fmt: skip
+    assert (
+        [(block.start, block.steps) for block in first.blocks]
+        == [(2, 1), (3, 1), (4, 0)]
+        == [(block.start, block.steps) for block in second.blocks]
+    )
+
+
+def test_workers_are_in_the_order_of_their_calls_and_many_are_counted():
+    noted = events([CREATE], assign(*map(str, range(30))), ANSWER)
+    drawn = timeline("wide", noted)
+    assert [lane.task for lane in drawn.lanes[1:12]] == [str(number) for number in range(11)]
+    assert "7 more" in lanes_svg(drawn)
+
+
+def test_what_a_model_wrote_is_text():
+    hostile = "<script>alert(1)</script>"
+    noted = events([CREATE], assign(hostile), [("search", {"query": hostile})], ANSWER, worker=lambda _: (hostile,))
+    page = render_page(Page(title="t", sections=swarm_sections(iterations(3, 0.5), [evaluation(0, 0.1, noted)])))
+    assert "<script" not in page and "&lt;script" in page
+
+
+def test_sections_show_before_and_after_by_kind():
+    before = evaluation(0, 0.1, events([("search", {"query": "q"})], ANSWER))
+    after = evaluation(9, 0.9, events([CREATE], assign("t"), ANSWER))
+    table, plots, timelines = swarm_sections(iterations(4, 0.8), [before, after])
+    assert [row[:2] for row in table.rows] == [
+        ["narrow, before", "0%"], ["narrow, after 9", "0%"], ["wide, before", "10%"], ["wide, after 9", "90%"],
+    ]  # fmt: skip
+    assert plots.plots[0].title == "Spawn rate" and "Fading rewards" in [p.title for p in plots.plots]
+    assert [plot.title for plot in timelines.plots] == ["wide, before", "wide, after 9 iterations"]
+    assert swarm_sections([{"iteration": 1}], []) == []
+
+
+def test_a_run_with_a_swarm_has_them_in_its_report_and_arms_stand_beside_each_other(tmp_path):
+    for name, spawn in (("full", 0.9), ("outcome", 0.0)):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "rl.json").write_text(json.dumps({"name": name, "rl": {"iterations": 5}}))
+        (folder / "records.jsonl").write_text("".join(json.dumps(line) + "\n" for line in iterations(5, spawn)))
+    titles = [section.title for section in rl_page(read_rl_run(tmp_path / "full")).sections]
+    assert "The swarm in training" in titles
+    page = write_arms_page({"full": tmp_path / "full", "outcome": tmp_path / "outcome"}, tmp_path / "arms.html")
+    text = page.read_text()
+    assert "Arms beside each other" in text and ">72%<" in text.replace("\n", "").replace("  ", "")

@@ -1,0 +1,309 @@
+"""The scripts of the experiments in reinforcement learning, in miniature: models, arms that go on, bars."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.peers import torchvision_stub
+
+FOLDER = Path(__file__).parents[1] / "benchmarks"
+NAMES = ("rl_rows", "rl_texts", "rl_base", "rl_report", "rl_experiments", "rl_throughput")
+
+
+@pytest.fixture(scope="module")
+def scripts():
+    """The modules by name, as a script beside them finds them."""
+    import importlib
+
+    sys.path.insert(0, str(FOLDER))
+    try:
+        yield SimpleNamespace(**{name.removeprefix("rl_"): importlib.import_module(name) for name in NAMES})
+    finally:
+        sys.path.remove(str(FOLDER))
+        for name in NAMES:
+            sys.modules.pop(name, None)
+
+
+@pytest.fixture(scope="module")
+def models(scripts, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base and what fine-tuning without pictures makes of it."""
+    out = tmp_path_factory.mktemp("models")
+    given = {"tiny": True, "out": out, "results": out / "rl_base.json", "steps": 3}
+    for step in ("base", "sft"):
+        scripts.base.main(scripts.base.Settings(step=step, **given))
+    return out
+
+
+# --- texts ------------------------------------------------------------------------------------------------------------
+
+
+def test_word_problems_are_worked_out_to_their_answer_in_three_lengths(scripts) -> None:
+    for number in range(200):
+        task = scripts.texts.PROBLEMS.task(number, "train")
+        told = {how: scripts.texts.worked_out(task.data["question"], how) for how in ("long", "short", "bare")}
+        for text in told.values():
+            assert text.endswith(f"#### {task.data['answer']}")
+            reply = [{"role": "assistant", "content": text}]
+            assert scripts.texts.PROBLEMS.judge(task, reply)["outcome"] == 1.0
+        assert len(told["long"]) > 2 * len(told["short"]) > 2 * len(told["bare"])
+
+
+def test_arms_of_fine_tuning_differ_in_pictures_alone(scripts) -> None:
+    lessons = {
+        kind: [scripts.texts.lesson(kind, seed=0, number=number) for number in range(64)]
+        for kind in ("zero_vision", "text_image", "none")
+    }
+    shown = {kind: ["image_url" in json.dumps(each) for each in made] for kind, made in lessons.items()}
+    about = [number for number in range(64) if number % 8 < 3]
+    assert not any(shown["zero_vision"]) and not any(shown["none"])
+    assert [number for number, is_shown in enumerate(shown["text_image"]) if is_shown] == about
+    for number in range(64):
+        said = [[m for m in made[number]["messages"] if m["role"] == "assistant"] for made in lessons.values()]
+        assert said[0] == said[1]
+        assert (said[1] == said[2]) == (number not in about)
+    assert "svg" not in json.dumps(lessons["none"])
+
+
+def test_what_the_base_reads_holds_every_kind_of_text_and_no_item_of_the_probe(scripts) -> None:
+    from perilune.eval.spatial import spatial_items
+
+    texts = "\n".join(scripts.texts.texts(0, 60))
+    assert all(word in texts for word in ("<svg", "####", "calculator", "taller", " = "))
+    assert not any(item.question in texts or "True or false" in texts for item in spatial_items(60))
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_that_is_there_is_not_made_again_and_each_has_a_row(scripts, models: Path, capsys) -> None:
+    rows = {row["name"]: row for row in json.loads((models / "rl_base.json").read_text())}
+    assert set(rows) == {"base-hybrid", "sft-hybrid-zero_vision"}
+    assert rows["sft-hybrid-zero_vision"]["with_pictures"] == 0 and rows["base-hybrid"]["vision_loss"] > 0
+    before = (models / "base-hybrid" / "config.json").stat().st_mtime_ns
+    scripts.base.main(scripts.base.Settings(step="base", tiny=True, out=models, results=models / "rl_base.json"))
+    assert "is there" in capsys.readouterr().out
+    assert (models / "base-hybrid" / "config.json").stat().st_mtime_ns == before
+
+
+def test_a_second_base_takes_the_steps_of_the_first(scripts, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = []
+    monkeypatch.setattr(scripts.base, "train", lambda config, **_: taken.append(config) or pytest.skip("not trained"))
+    settings = scripts.base.Settings(
+        step="base", pattern="mla", tiny=True, out=models, texts=12, megabytes=0.01, corpus="generated"
+    )  # fmt: skip
+    with pytest.raises(pytest.skip.Exception):
+        scripts.base.make_base(settings)
+    (config,) = taken
+    assert config.trainer.steps == 3 and set(config.model.layer_pattern()) == {"mla"}
+
+
+def test_weights_come_back_from_pieces_rounded_once(
+    scripts, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scripts.base, "PIECE_BYTES", 100_000)
+    pieces = scripts.base.pack(models / "sft-hybrid-zero_vision", tmp_path / "pieces")
+    assert len(pieces) > 1 and max(path.stat().st_size for path in pieces) <= 100_000
+    folder = scripts.base.unpack(tmp_path / "pieces", "sft-hybrid-zero_vision", tmp_path / "out")
+    first, tokenizer, config = scripts.base.load_run(models / "sft-hybrid-zero_vision")
+    second, again, same = scripts.base.load_run(folder)
+    assert tokenizer.fingerprint == again.fingerprint and config == same
+    for name, tensor in first.state_dict().items():
+        assert torch.equal(second.state_dict()[name], tensor.to(torch.bfloat16).to(tensor.dtype)), name
+    with pytest.raises(SystemExit, match=r"holds no base-mla\.00"):
+        scripts.base.unpack(tmp_path / "pieces", "base-mla", tmp_path / "out")
+
+
+# --- arms -------------------------------------------------------------------------------------------------------------
+
+
+def arm(scripts, models: Path, name: str, **more) -> dict:
+    given = {"tiny": True, "out": models, "results": models / "rl.json", **more}
+    scripts.experiments.main(scripts.experiments.Settings(arm=name, **given))
+    (row,) = [row for row in json.loads((models / "rl.json").read_text()) if row["arm"] == name]
+    return row
+
+
+def test_an_arm_that_runs_out_of_time_goes_on_where_it_was_and_keeps_what_it_measured_before(
+    scripts, models: Path
+) -> None:
+    first = arm(scripts, models, "vision", seconds=0.0)
+    assert (first["iterations"], first["wanted"]) == (1, 2)
+    second = arm(scripts, models, "vision", seconds=600.0)
+    assert second["iterations"] == 2 and second["before"] == first["before"]
+    assert second["probe_before"] == first["probe_before"]
+    for name in ("reward", "length", "gap", "clipped"):
+        assert len(second["curves"][name]) == 2 and second["curves"][name][:1] == first["curves"][name]
+    drawing = second["after"]["drawing"]
+    assert len(drawing["rewards"]) == drawing["count"] == 2 and set(second["after"]) == {
+        "drawing", "words", "sums", "drawing (other pictures)",
+    }  # fmt: skip
+    assert second["learn_tokens_per_s"] > 0 and second["examples"]["after"][0]["image"]
+    with pytest.raises(SystemExit, match="was begun with"):
+        arm(scripts, models, "vision", lr=1.0)
+
+
+@pytest.mark.parametrize("name", ["sums-toggle", "tools", "joint"])
+def test_arms_without_pictures_and_with_several_environments_give_rows(scripts, models: Path, name: str) -> None:
+    row = arm(scripts, models, name, iterations=1)
+    assert row["iterations"] == 1 and row["failures"] == {} and row["curves"]["reward"][0] > 0
+    assert ("tools" in row["after"]) == (name == "tools")
+
+
+def test_an_arm_without_its_model_says_what_to_run(scripts, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="holds no sft-hybrid-none: run benchmarks/rl_base.py"):
+        scripts.experiments.run_arm(scripts.experiments.Settings(arm="vision-none", out=tmp_path))
+
+
+def test_every_arm_takes_as_many_samples_and_rigid_never_lifts_its_budget(scripts) -> None:
+    from perilune.rl.lengths import Toggle
+
+    for name in scripts.experiments.ARMS:
+        made = scripts.experiments.arm_of(name)
+        assert made.trained and made.evaluated, name
+    assert not Toggle(scripts.experiments.TOGGLE).is_budgeted(10)
+    rigid = Toggle(scripts.experiments.RIGID)
+    assert all(rigid.is_budgeted(iteration) for iteration in range(100_000))
+
+
+def test_a_lost_episode_leaves_a_gap_in_the_rewards_of_its_arm(scripts) -> None:
+    experiments = scripts.experiments
+    names = [experiments.SUMS.task(number, "test").name for number in range(3)]
+    found = {"environments": {"sums": {"count": 2, "rewards": {names[2]: 0.3, names[0]: 0.1}}}}
+    settings = experiments.Settings(arm="sums", evaluated=3)
+    numbers = experiments._numbers(experiments.Arm(trained={}, evaluated={"sums": experiments.SUMS}), settings, found)
+    assert numbers["sums"]["rewards"] == [0.1, None, 0.3]
+    pictures = experiments.PICTURES
+    shuffled = experiments.replace(pictures, ask="shuffled")
+    assert experiments.task_of(pictures.task(5, "test").name) == experiments.task_of(shuffled.task(5, "test").name)
+
+
+# --- bars -------------------------------------------------------------------------------------------------------------
+
+
+def made_row(
+    name: str, before: float, after: float, *, length: float = 100.0, right: float = 0.6, seed: int = 0
+) -> dict:
+    generator = np.random.default_rng(seed)
+    noise = generator.normal(0, 0.02, 64)
+
+    def numbers(mean: float) -> dict:
+        rewards = (mean + noise - noise.mean()).tolist()
+        facets = {"facet.valid": 0.99, "facet.called": 0.5}
+        return {
+            "count": 64,
+            "reward": {"mean": mean, "low": 0, "high": 1},
+            "rewards": rewards,
+            "length": length,
+            **facets,
+        }
+
+    def probe(share: float) -> dict:
+        bits = np.arange(64) < share * 64
+        return {"items": 64, "chance": 0.46, "accuracy": share, "right": np.packbits(bits).tobytes().hex()}
+
+    names = ("drawing", "words", "sums", "tools", "drawing (other pictures)")
+    later = {each: numbers(after - (0.3 if "other" in each else 0.0)) for each in names}
+    return {
+        "arm": name, "seed": seed, "tiny": False, "iterations": 200, "wanted": 200, "seconds_an_iteration": 1.0,
+        "before": {each: numbers(before) for each in names}, "after": later,
+        "curves": {"gap": [0.01], "clipped": [0.0]},
+        "probe_before": probe(0.5), "probe_after": probe(right),
+    }  # fmt: skip
+
+
+def test_bars_are_met_or_not_and_missing_arms_are_named(scripts, tmp_path: Path) -> None:
+    rows = [
+        made_row("vision", 0.3, 0.5, right=0.7), made_row("vision-text-image", 0.3, 0.52),
+        made_row("sums", 0.5, 0.8, length=100), made_row("sums-toggle", 0.5, 0.795, length=70),
+        made_row("shuffled", 0.3, 0.3, right=0.5),
+    ]  # fmt: skip
+    scripts.rows.add_rows(tmp_path / "rl.json", rows, key=scripts.experiments.KEY)
+    text = scripts.report.write_report(tmp_path / "rl.json", tmp_path / "rl_throughput.json")
+    found = {(name, bar): (said, met) for name, bar, said, met in scripts.report.bars(scripts.report.Rows(rows))}
+    name = "1. picture to SVG from zero-vision SFT"
+    assert [met for (each, _), (_, met) in found.items() if each == name] == [True] * 4
+    said, met = found["4. Toggle", ">= 20% fewer tokens, <= 0.01 lost"]
+    assert met and "30.0% fewer" in said
+    assert found["5. tool use", "reported"] == ("not measured: tools", None)
+    assert found["7. attention", "reported"][0] == "not measured: vision-mla"
+    assert "| vision RL, shuffled pictures | 0.500 | 0.500 |" in text and "benchmarks/rl_throughput.py" in text
+    assert (tmp_path / "rl.md").read_text() == text
+
+
+def test_a_bar_that_is_missed_is_said_to_be(scripts) -> None:
+    rows = [made_row("vision", 0.3, 0.4), made_row("vision-text-image", 0.3, 0.6),
+            made_row("sums", 0.5, 0.8), made_row("sums-toggle", 0.5, 0.7, length=70)]  # fmt: skip
+    found = {bar: met for _, bar, _, met in scripts.report.bars(scripts.report.Rows(rows))}
+    assert found["reward +0.15"] is False and found[">= 90% of the text+image arm"] is False
+    assert found[">= 20% fewer tokens, <= 0.01 lost"] is False
+
+
+def test_rows_are_merged_by_their_key(scripts, tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    scripts.rows.add_rows(path, [{"arm": "b", "seed": 0, "x": 1}, {"arm": "a", "seed": 0}], key=("arm", "seed"))
+    scripts.rows.add_rows(path, [{"arm": "b", "seed": 0, "x": 2}, {"arm": "b", "seed": 1}], key=("arm", "seed"))
+    rows = scripts.rows.read_rows(path)
+    assert [(row["arm"], row["seed"], row.get("x")) for row in rows] == [("a", 0, None), ("b", 0, 2), ("b", 1, None)]
+
+
+# --- throughput -------------------------------------------------------------------------------------------------------
+
+
+def _with_transformers() -> None:
+    torchvision_stub.declare_operators()
+    pytest.importorskip("transformers")
+
+
+def test_both_loops_sample_and_learn_from_as_many_tokens(scripts, tmp_path: Path) -> None:
+    _with_transformers()
+    settings = scripts.throughput.Settings(tiny=True, pattern="mla", results=tmp_path / "rows.json")
+    scripts.throughput.main(settings)
+    (row,) = json.loads((tmp_path / "rows.json").read_text())
+    assert row["ratio"] == pytest.approx(row["tokens_per_s"] / row["peer_tokens_per_s"])
+    assert 0 <= row["waiting"] <= 1 and row["gap"] < 1e-3 and "ForCausalLM" in row["peer"]
+
+
+def test_the_plain_loop_takes_the_step_that_the_learner_takes(scripts) -> None:
+    """The same samples, advantages and AdamW: log-probs move alike."""
+    from perilune.data.tokenizer import Tokenizer
+    from perilune.model import Decoder
+    from perilune.rl.learner import Learner, LearnerConfig, Sample
+    from perilune.rl.trajectory import Recording
+    from perilune.train import OptimizerConfig
+
+    _with_transformers()
+    settings = scripts.throughput.Settings(tiny=True, pattern="mla", lr=1e-3)
+    config = scripts.throughput.model_config(settings, torch.device("cpu"))
+    tokenizer = Tokenizer.train(["a few words to begin with"], config.vocab_size)
+    model = Decoder(config, seed=0)
+    peer = scripts.throughput.peer_of(model, tokenizer, torch.device("cpu"))
+    whole = torch.randint(0, 256, (4, 20), generator=torch.Generator().manual_seed(0))
+    relative = torch.tensor([0.5, -0.5, 0.25, -0.25], dtype=torch.float64)
+    learner = Learner(
+        model,
+        LearnerConfig(optimizer=OptimizerConfig(kind="adamw", lr=1e-3, weight_decay=0.0, qk_clip_tau=None)),
+    )
+    samples = []
+    for row, advantage in zip(whole.tolist(), relative.tolist()):
+        recording = Recording()
+        recording.add(row[:8], row[8:], [0.0] * 12, 0)
+        (logprobs,) = learner.log_probs(recording.branches)
+        exact = Recording()
+        exact.add(row[:8], row[8:], logprobs.tolist(), 0)
+        samples.append(Sample(branches=exact.branches, advantage=advantage))
+    before = [learner.log_probs(sample.branches)[0] for sample in samples]
+    learner.update(samples)
+    after = [learner.log_probs(sample.branches)[0] for sample in samples]
+    optimizer = torch.optim.AdamW(peer.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
+    scripts.throughput._plain_step(peer, optimizer, whole, 8, relative, replace(settings, rows_at_once=3))
+    with torch.no_grad():
+        logits = peer(whole[:, :-1], use_cache=False).logits[:, 7:].float()
+    theirs = logits.log_softmax(-1).gather(2, whole[:, 8:, None])[..., 0].numpy()
+    moved = np.abs(np.array(after) - np.array(before)).max()
+    assert moved > 1e-3 and np.abs(np.array(after) - theirs).max() < 0.02 * moved
