@@ -396,6 +396,60 @@ def test_an_episode_ends_also_while_a_request_waits_for_an_engine_that_says_noth
     assert play(agent, engine=engine)[1].branches() == []
 
 
+def test_an_episode_that_is_cancelled_twice_can_be_played_again_under_its_name():
+    """The second time while the engine still ends what was under way."""
+
+    class Slow(Policy):
+        gate = asyncio.Event()
+
+        async def stream(self, request):
+            self.seen.append(request)
+            try:
+                await asyncio.Event().wait()
+                yield  # never
+            finally:
+                while not self.gate.is_set():
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await self.gate.wait()
+
+    engine = Slow()
+
+    async def work():
+        config = TalkConfig(max_tokens=100)
+        async with Gateway(engine, tokenizer()) as gateway:
+
+            async def episode():
+                async with gateway.episode(name="task/0", seed=1, config=config) as opened:
+                    async with client(opened.access) as asked:
+                        await say(asked, [user("go")])
+
+            playing = asyncio.create_task(episode())
+            while not engine.seen:
+                await asyncio.sleep(0.005)
+            for _ in range(2):
+                playing.cancel()
+                await asyncio.sleep(0.05)
+            engine.gate.set()
+            with contextlib.suppress(asyncio.CancelledError):
+                await playing
+            async with gateway.episode(name="task/0", seed=1, config=config) as opened:
+                return opened.episode.calls
+
+    assert asyncio.run(asyncio.wait_for(work(), SECONDS)) == []
+
+
+def test_keys_of_episodes_open_nothing_else():
+    async def agent(asked, episode):
+        found = []
+        for method, path in (("GET", "/metrics"), ("POST", "/admin/weights")):
+            url = str(asked.base_url).removesuffix("/v1/") + path
+            async with httpx.AsyncClient(headers={"Authorization": f"Bearer {asked.api_key}"}) as stranger:
+                found.append((await stranger.request(method, url, json={"path": "x"})).status_code)
+        return found
+
+    assert play(agent)[0] == [403, 403]
+
+
 def test_an_agent_that_asks_nothing_leaves_nothing():
     async def agent(asked, episode): ...
 

@@ -85,6 +85,8 @@ class FakeRay:
 
     def __init__(self):
         self.is_up, self.starts, self.stops, self.actors = False, 0, 0, []
+        self.dying = 0
+        """Actors that die while they start, the next ones."""
         self.gate = threading.Event()
         self.gate.set()
         self.exceptions = SimpleNamespace(
@@ -113,7 +115,8 @@ class FakeRay:
         return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=self._actor))
 
     def _actor(self, plan):
-        self.actors.append(FakeActor())
+        self.dying -= 1
+        self.actors.append(FakeActor(dies=self.dying >= 0))
         return self.actors[-1]
 
     def kill(self, actor, no_restart):
@@ -123,14 +126,17 @@ class FakeRay:
 
 
 class FakeActor:
-    def __init__(self):
+    def __init__(self, *, dies):
         self.versions, self.ended, self.plays, self.failure = [], asyncio.Event(), 0, None
+        self.dies = dies
         self.open, self.load, self.play, self.ping = map(self._method, (self._open, self._load, self._play, self._ping))
 
     def _method(self, call):
         return SimpleNamespace(remote=lambda *given: call(*given))
 
     async def _open(self, weights, version, frozen):
+        if self.dies:
+            raise Lost("killed while it started")
         self.versions.append(version)
         return "elsewhere", 1
 
@@ -156,8 +162,8 @@ def fake(monkeypatch):
     return ray
 
 
-def engines_on(fake):
-    return RemoteEngines(model(), tokenizer(), EngineConfig(), processes=1)
+def engines_on(fake, processes=1):
+    return RemoteEngines(model(), tokenizer(), EngineConfig(), processes=processes)
 
 
 JOB = Job(environment="echo", task=Task(name="hi", data={}), sample=0, seed=0, iteration=0)
@@ -229,6 +235,52 @@ def test_episodes_under_way_when_the_engines_close_end_and_start_no_process(fake
         return [type(each) for each in found], len(fake.actors), engines.num_lost
 
     assert within(work()) == ([RemoteError, RemoteError], 1, 1)
+
+
+@pytest.mark.parametrize("processes", [1, 3])
+def test_a_process_that_dies_while_it_starts_is_replaced_too(fake, processes):
+    async def work():
+        engines = engines_on(fake, processes)
+        fake.dying = 2
+        await engines.open()
+        found = len(engines._posts), len(fake.actors)
+        await engines.close()
+        return found
+
+    assert within(work()) == (processes, processes + 2)
+
+
+def test_processes_that_all_die_while_they_start_are_given_up(fake):
+    async def work():
+        engines = engines_on(fake)
+        fake.dying = 1000
+        with pytest.raises(RemoteError, match="no process can be started: killed while it started"):
+            await engines.open()
+        await engines.close()
+        return len(fake.actors)
+
+    assert within(work()) == remote_engines.MOST_HIRES
+
+
+def test_a_process_that_ray_has_forgotten_when_it_is_asked_is_lost_and_replaced(fake):
+    """Ray then raises a bare Exception at once, instead of an answer."""
+
+    async def work():
+        engines = engines_on(fake)
+        await engines.open()
+
+        def forgotten(*_):
+            raise Exception('Failed to submit task to actor due to b"Can\'t find actor 7. It might be dead"')
+
+        fake.actors[0].load = SimpleNamespace(remote=forgotten)
+        await engines.load_weights(model(), 2)
+        while not engines._posts:
+            await asyncio.sleep(0.005)
+        found = [actor.versions for actor in fake.actors], engines.num_lost
+        await engines.close()
+        return found
+
+    assert within(work()) == ([[0], [2]], 1)
 
 
 def test_an_answer_that_was_lost_with_its_machine_is_a_lost_process(fake):

@@ -1,4 +1,4 @@
-"""Flags of the audit on journals of real runs: for each flag a run that must raise it, a near miss that must not."""
+"""Flags of the audit on journals of real runs: for each a run that must raise it, and a near miss that must not."""
 
 import asyncio
 from pathlib import Path

@@ -114,9 +114,11 @@ class Gateway:
         try:
             yield OpenEpisode(access=Access(base_url=f"{url}/v1", api_key=key), episode=episode)
         finally:
-            await self._book.close(key, episode)
-            for line in episode.lines:
-                self._prompts.forget(owner=episode.name, session_id=line.session_id)
+            try:
+                await self._book.close(key, episode)
+            finally:
+                for line in episode.lines:
+                    self._prompts.forget(owner=episode.name, session_id=line.session_id)
         if episode.failure is not None:
             raise episode.failure
 
@@ -169,10 +171,12 @@ class _Book:
     async def close(self, key: str, episode: Episode) -> None:
         """No further request is taken, and those under way end."""
         del self.keys.callers[_digest(key)]
-        await episode.close()
-        del self.episodes[episode.name]
-        for name in [name for name, (owner, _) in self.waiting.items() if owner is episode]:
-            del self.waiting[name]
+        del self.episodes[episode.name]  # before anything is waited for: whoever waits may be cancelled
+        try:
+            await episode.close()
+        finally:
+            for name in [name for name, (owner, _) in self.waiting.items() if owner is episode]:
+                del self.waiting[name]
 
 
 def _digest(key: str) -> bytes:

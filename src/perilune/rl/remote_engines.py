@@ -167,7 +167,8 @@ class RemoteEngines:
             for _ in range(self._count):
                 self._hire()
             self._is_open = True
-            await asyncio.gather(*self._hiring)
+            while self._hiring:
+                await asyncio.gather(*self._hiring)
             if not self._posts:
                 raise RemoteError(f"no process can be started: {self._why}")
 
@@ -261,6 +262,9 @@ class RemoteEngines:
             late = f"not ready after {OPEN_SECONDS:g} s; does Ray have {self._gpus:g} of a GPU for it?"
             self._why = late if isinstance(error, TimeoutError) else str(getattr(error, "cause", None) or error)
             self._failed_hires += 1
+            is_lost = isinstance(error, self._ray.exceptions.ActorDiedError)
+            if self._is_open and is_lost and self._failed_hires < MOST_HIRES:
+                self._hire()
         else:
             self._failed_hires = 0
             post.version = version
@@ -295,7 +299,12 @@ class RemoteEngines:
     async def _ask(self, post: _Post, call: Callable[[Any], Awaitable[Any]]) -> Any:
         """What a process answers; _Lost when it is gone, also when that is found out elsewhere meanwhile."""
         lost_of = self._ray.exceptions
-        asked = call(post.actor)
+        try:
+            asked = call(post.actor)
+        except Exception as error:
+            if "Can't find actor" not in str(error):  # a bare Exception of Ray: it knows of the death before we do
+                raise
+            raise _Lost(f"process {post.pid} is gone") from None
         answer, lost = asyncio.ensure_future(_result(asked)), asyncio.ensure_future(post.lost.wait())
         try:
             await asyncio.wait((answer, lost), return_when=asyncio.FIRST_COMPLETED)
