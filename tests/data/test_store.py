@@ -2,8 +2,10 @@
 
 import errno
 import json
+import shutil
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from perilune.data import (
     Corpus,
     CorpusConfig,
     PackedDataset,
+    Tokenizer,
     TokenStoreError,
     inspect,
     open_stores,
@@ -23,6 +26,7 @@ from perilune.data import (
 )
 from perilune.data.corpus import CorpusError
 from perilune.data.store import token_dtype
+from perilune.data.turns import turn
 
 CORPUS = Corpus(CorpusConfig(source="generated", num_documents=60, valid_fraction=0.2))
 
@@ -122,6 +126,40 @@ def test_builders_at_the_same_time_repair_a_damaged_store(tokenizer, tmp_path: P
         jobs = [pool.submit(tokenize_corpus, Corpus(CORPUS.config), tokenizer, cache_dir=tmp_path) for _ in range(4)]
         assert {job.result().folder for job in jobs} == {folder}
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_who_comes_second_waits_and_reads_what_the_first_built(tokenizer, tmp_path: Path) -> None:
+    folder = tokenize_corpus(CORPUS, tokenizer, cache_dir=tmp_path / "elsewhere").folder
+    entry, said = tmp_path / folder.name, []
+    with ThreadPoolExecutor(1) as pool:
+        with turn(entry):
+            second = pool.submit(
+                tokenize_corpus, CORPUS, tokenizer, cache_dir=tmp_path, progress=lambda *call: said.append(call[0])
+            )
+            while not said:
+                assert not second.done()
+                time.sleep(0.01)
+            shutil.copytree(folder, entry)
+        assert second.result().folder == entry
+    assert said == ["waiting for another process that is tokenizing"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["elsewhere", entry.name])
+
+
+def test_a_tokenizer_is_trained_once_however_many_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained, train = [], Tokenizer.train.__func__
+    monkeypatch.setattr(Tokenizer, "train", classmethod(lambda *given: trained.append(1) or train(*given)))
+    with ThreadPoolExecutor(4) as pool:
+        jobs = [pool.submit(train_tokenizer, CORPUS, 320, cache_dir=tmp_path) for _ in range(4)]
+        assert len({job.result().fingerprint for job in jobs}) == 1
+    assert len(trained) == 1
+
+
+def test_a_cache_that_cannot_be_locked_is_built_all_the_same(tokenizer, tmp_path: Path, monkeypatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    assert tokenize_corpus(CORPUS, tokenizer, cache_dir=tmp_path).train.num_tokens > 0
 
 
 def test_full_disk_leaves_nothing_behind(tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

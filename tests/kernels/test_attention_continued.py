@@ -125,3 +125,25 @@ def test_runs_side_by_side_on_cuda_stay_near_the_definition() -> None:
     for run, o in zip(zip(q, k, v, strict=True), found, strict=True):
         right, _, _ = attention(*(x.double() for x in run), scale=0.3, backend="reference")
         assert (o.double() - right[0]).norm() < 1e-2 * right.norm()
+
+
+PADDED_RUNS = ((3, 3), (0, 0), (70, 90), (0, 0), (40, 0))
+"""Empty runs, and at the end queries without keys, as padded steps have them."""
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_empty_runs_and_runs_without_keys_leave_the_others_as_they_are(device: str) -> None:
+    dtype = torch.float64 if device == "cpu" else torch.bfloat16
+    q, k, _ = map(list, zip(*(inputs(*run, device=device, dtype=dtype) for run in PADDED_RUNS), strict=True))
+    v = [torch.randn_like(keys) for keys in k]
+    together, options = joined(PADDED_RUNS, q, k, v)
+    # Keys behind the last border, and more room than a run needs.
+    together[1:] = [torch.cat([each, torch.full_like(each[:5], 1e4)]) for each in together[1:]]
+    options |= {"most_queries": 128, "most_keys": 256}
+    found = attention_of_runs(*together, **options).split([queries for queries, _ in PADDED_RUNS])
+    for run, o in zip(zip(q, k, v, strict=True), found, strict=True):
+        if run[1].shape[1]:
+            right, _, _ = attention(*(x.double() for x in run), scale=0.3, backend="reference")
+            assert (o.double() - right[0]).norm() < (1e-10 if device == "cpu" else 1e-2) * right.norm()
+        else:
+            assert not o.any()

@@ -354,6 +354,28 @@ def test_tables_made_while_a_graph_is_captured_are_not_kept(monkeypatch):
     assert len(tables_module._DENSE) <= 32
 
 
+def test_shared_tables_live_as_long_as_their_borders_and_are_those_of_no_other_tensor(monkeypatch):
+    """Also while a graph is captured, and for an inference tensor: every layer of a step asks for them."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+
+    def tables(borders: torch.Tensor):
+        return tables_for(borders, 1, 100, borders.device, 0, 0)
+
+    with torch.inference_mode():
+        buffer = torch.tensor([0, 30, 100])
+        first, second = buffer[:], buffer[:]
+        tables_module.share_tables(first)
+        assert tables(first) is tables(first)
+        assert tables(first).sequences.num_chunks.tolist() == [1, 2]
+        buffer.copy_(torch.tensor([0, 90, 100]))  # the next step
+        tables_module.share_tables(second)
+        assert tables(second).sequences.num_chunks.tolist() == [2, 1]
+        assert tables(buffer) is not tables(buffer)  # nobody said that it stays
+        count = len(tables_module._SHARED)
+        del first, second
+        assert len(tables_module._SHARED) == count - 2
+
+
 # On a GPU -------------------------------------------------------------------------------------------------------------
 
 # bfloat16 rounds every operand by up to 2^-9 = 0.2%; the bars are the sheet's.

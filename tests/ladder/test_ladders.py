@@ -12,7 +12,7 @@ from perilune.ladder import cost, dial
 from perilune.ladder.design import Cell, Ladder, fingerprint
 from perilune.ladder.results import read_results
 from perilune.ladder.run import borrow, unfinished
-from perilune.recipes.ladders import LADDERS, attention, muon, qk_clip, residual, together
+from perilune.recipes.ladders import LADDERS, attention, muon, no_positions, qk_clip, residual, together
 from tests.ladder.synthetic import write_synthetic
 
 ROOT = Path(__file__).parents[2]
@@ -63,7 +63,27 @@ def test_patterns_of_attention_are_exact():
     counts = {
         arm.name: Counter(config_of(attention(), arm.name).model.layer_pattern())["mla"] for arm in attention().arms
     }
-    assert counts == {"mla": 8, "3to1": 2, "1to1": 4, "7to1": 1, "kda": 0}
+    assert counts == {"mla": 8, "3to1": 2, "1to1": 4, "7to1": 1, "kda": 0, "nope": 8}
+
+
+def test_full_attention_has_positions_and_what_stands_between_kda_layers_has_none():
+    rotated = {
+        (ladder.name, arm.name)
+        for ladder in (muon(), attention(), residual(), together())
+        for arm in ladder.arms
+        if config_of(ladder, arm.name).model.mla.rope is not None
+    }
+    assert rotated == {
+        ("muon", "adamw"), ("muon", "muonclip"), ("attention", "mla"), ("together", "none"), ("together", "muon"),
+        ("together", "attnres"),
+    }  # fmt: skip
+
+
+def test_adamw_has_the_learning_rate_of_muons_other_half_for_what_is_no_matrix():
+    for rung in muon().rungs:
+        adamw, muonclip = (config_of(muon(), arm, rung.name).optimizer for arm in ("adamw", "muonclip"))
+        assert adamw.adam_lr == muonclip.lr == 4 * adamw.lr and muonclip.adam_lr is None
+        assert config_of(no_positions(), "adamw", rung.name).optimizer.adam_lr is None
 
 
 def test_arms_differ_in_what_their_ladder_asks_about():
@@ -107,6 +127,7 @@ def test_a_fingerprint_holds_the_run_and_its_start_but_no_names():
     linear, mla = config_of(attention(), "3to1"), config_of(attention(), "mla")
     mark = fingerprint(linear, start=mla.model)
     assert mark != fingerprint(linear, start=linear.model)  # other initial weights
+    assert mark == fingerprint(linear, start=config_of(attention(), "nope").model)  # positions have no weights
     assert mark != fingerprint(dataclasses.replace(linear, seed=1), start=mla.model)
     elsewhere = _with_set(linear, ["name=other", "trainer.device=cuda", "data.corpus.source=/other/place"])
     assert mark == fingerprint(elsewhere, start=mla.model)

@@ -70,8 +70,18 @@ def latent_layer(config: MLAConfig, hidden_size: int = 10) -> LatentAttention:
 
 def latent_inputs(layer: LatentAttention, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values product by product."""
-    q, latent, k_rope = layer.compressed(x, Packing())
+    q, latent, k_rope = layer.compressed(x, somewhere(x))
     return q, *layer._expand(latent, k_rope)
+
+
+def at_once(layer: LatentAttention, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return layer._inputs_at_once(x, somewhere(x))
+
+
+def somewhere(x: Tensor) -> Packing:
+    """Positions in two documents, the second of which begins at token 3."""
+    index = torch.arange(x.shape[1], device=x.device)
+    return Packing(positions=torch.where(index < 3, index, index - 3).expand(x.shape[:2]))
 
 
 def all_of_latent(layer: LatentAttention, x: Tensor, inputs) -> list[Tensor]:
@@ -86,24 +96,29 @@ def all_of_latent(layer: LatentAttention, x: Tensor, inputs) -> list[Tensor]:
 # Widths off powers of two, no shared part, a compressed query, one head, more tokens than a tile of latents holds.
 @needs_triton
 @pytest.mark.parametrize(
-    ("heads", "own", "shared", "q_rank", "rank", "tokens"),
+    ("heads", "own", "shared", "q_rank", "rank", "tokens", "rope"),
     [
-        (3, 5, 3, None, 12, 11),
-        (3, 5, 0, None, 12, 11),
-        (2, 4, 6, 7, 16, 5),
-        (1, 8, 2, None, 3, 1500),
-        (5, 1, 1, 1, 1, 1),
-        (70, 2, 33, None, 3, 4),  # the shared parts of one token are more than a tile of latents holds
+        (3, 5, 3, None, 12, 11, None),
+        (3, 5, 0, None, 12, 11, None),
+        (2, 4, 6, 7, 16, 5, None),
+        (1, 8, 2, None, 3, 1500, None),
+        (5, 1, 1, 1, 1, 1, None),
+        (70, 2, 33, None, 3, 4, None),  # the shared parts of one token are more than a tile of latents holds
+        (3, 5, 6, None, 12, 11, RopeConfig(theta=3.0)),
+        (3, 5, 0, None, 12, 11, RopeConfig()),
+        (2, 4, 6, 7, 16, 5, RopeConfig(theta=3.0, interleaved=False)),
+        (1, 7, 2, None, 3, 1500, RopeConfig(interleaved=False)),
+        (70, 2, 34, None, 3, 4, RopeConfig(theta=100.0, factor=4.0)),
     ],
 )
-def test_keys_and_values_at_once_are_those_of_the_products(heads, own, shared, q_rank, rank, tokens) -> None:
+def test_keys_and_values_at_once_are_those_of_the_products(heads, own, shared, q_rank, rank, tokens, rope) -> None:
     config = MLAConfig(
         num_attention_heads=heads, q_lora_rank=q_rank, kv_lora_rank=rank, qk_nope_head_dim=own,
-        qk_rope_head_dim=shared, v_head_dim=7,
+        qk_rope_head_dim=shared, v_head_dim=7, rope=rope,
     )  # fmt: skip
     layer = latent_layer(config)
     x = torch.randn(2, tokens, 10, device=DEVICE, requires_grad=True)
-    ours = all_of_latent(layer, x, layer._inputs_at_once)
+    ours = all_of_latent(layer, x, lambda x: at_once(layer, x))
     for mine, right in zip(ours, all_of_latent(layer, x, lambda x: latent_inputs(layer, x)), strict=True):
         # float32 sums over at most 2 x tokens rows in another order, whose errors add up at random
         bound = 8 * 2.0**-24 * (1 + (2 * tokens) ** 0.5)
@@ -114,7 +129,7 @@ def test_keys_and_values_at_once_are_those_of_the_products(heads, own, shared, q
 def test_no_tokens_give_no_keys_and_zero_gradients() -> None:
     layer = latent_layer(MLAConfig(num_attention_heads=2, kv_lora_rank=4, qk_nope_head_dim=3, v_head_dim=2))
     x = torch.empty(2, 0, 10, device=DEVICE, requires_grad=True)
-    q, k, v, dx, *gradients = all_of_latent(layer, x, layer._inputs_at_once)
+    q, k, v, dx, *gradients = all_of_latent(layer, x, lambda x: at_once(layer, x))
     assert q.shape == k.shape == (2, 0, 2, 19) and v.shape == (2, 0, 2, 2) and dx.shape == x.shape
     assert all((gradient == 0).all() for gradient in gradients)
 
@@ -123,7 +138,7 @@ def test_no_tokens_give_no_keys_and_zero_gradients() -> None:
 def test_keys_alone_give_the_gradient_of_keys() -> None:
     layer = latent_layer(MLAConfig(num_attention_heads=2, kv_lora_rank=4, qk_nope_head_dim=3, v_head_dim=2))
     x = torch.randn(1, 6, 10, device=DEVICE, requires_grad=True)
-    (dx,) = torch.autograd.grad(layer._inputs_at_once(x)[1].square().sum(), x)
+    (dx,) = torch.autograd.grad(at_once(layer, x)[1].square().sum(), x)
     (expected,) = torch.autograd.grad(latent_inputs(layer, x)[1].square().sum(), x)
     torch.testing.assert_close(dx, expected, rtol=1e-5, atol=1e-5)
 
@@ -133,21 +148,25 @@ def test_the_operator_of_latent_inputs_passes_the_library_checks() -> None:
     layer = latent_layer(MLAConfig(num_attention_heads=2, kv_lora_rank=4, qk_nope_head_dim=3, v_head_dim=2))
     weights = (layer.kv_a_proj_with_mqa.weight, layer.kv_a_layernorm.weight, layer.kv_b_proj.weight)
     x = torch.randn(1, 3, 10, device=DEVICE, requires_grad=True)
-    for q_weights in ([], [layer.q_proj.weight]):
-        torch.library.opcheck(torch.ops.perilune.mla_inputs.default, (x, q_weights, *weights, 2, 2, 1e-6))
+    turns = [torch.randn(3, 8, device=DEVICE) for _ in range(2)]
+    for q_weights, angles in (([], []), ([layer.q_proj.weight], []), ([layer.q_proj.weight], turns)):
+        torch.library.opcheck(torch.ops.perilune.mla_inputs.default, (x, q_weights, *weights, angles, 2, 2, 1e-6, True))
 
 
 @needs_triton
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_inputs_at_once_under_activation_checkpointing_give_the_same_bits(use_reentrant: bool) -> None:
-    latent = latent_layer(MLAConfig(num_attention_heads=2, kv_lora_rank=4, qk_nope_head_dim=3, v_head_dim=2))
+    config = MLAConfig(
+        num_attention_heads=2, kv_lora_rank=4, qk_nope_head_dim=3, v_head_dim=2, rope=RopeConfig(theta=3.0)
+    )
+    latent = latent_layer(config)
     delta, x = layer_and_input(False)
 
     def delta_inputs(x: Tensor) -> tuple[Tensor, ...]:
         found = delta._inputs_at_once(x, None, None)
         return found.q, found.k, found.v, found.gate_input, found.output_gate, found.beta
 
-    for layer, inputs in ((latent, latent._inputs_at_once), (delta, delta_inputs)):
+    for layer, inputs in ((latent, lambda x: at_once(latent, x)), (delta, delta_inputs)):
         gradients = []
         for results in (inputs(x), checkpoint(inputs, x, use_reentrant=use_reentrant)):
             sum(y.square().sum() for y in results).backward()
@@ -244,14 +263,13 @@ def test_a_step_of_decoding_uses_an_adapter_of_the_up_projection() -> None:
     torch.testing.assert_close(torch.cat(steps, dim=1), whole, rtol=1e-5, atol=1e-5)
 
 
-def test_layers_that_rotate_or_keep_latents_take_the_products() -> None:
+def test_layers_that_keep_latents_take_the_products() -> None:
     layer = latent_layer(MLAConfig())
     x = torch.randn(1, 3, 10, device=DEVICE)
     assert not layer._takes_inputs_at_once(x, None)  # float32
     if DEVICE == "cuda":
         assert layer._takes_inputs_at_once(x.bfloat16(), None)
         assert not layer._takes_inputs_at_once(x.bfloat16(), MLACache())
-        assert not latent_layer(MLAConfig(rope=RopeConfig()))._takes_inputs_at_once(x.bfloat16(), None)
 
 
 def test_stacked_projections_equal_separate_ones() -> None:

@@ -15,8 +15,8 @@ from torch.distributed.tensor import distribute_tensor
 from perilune.kernels.newton_schulz import COEFFICIENTS
 from perilune.kernels.newton_schulz.dense import dense_orthogonalize
 from perilune.kernels.triton_support import HAS_TRITON
-from perilune.optim import Adam, ColumnBlocks, MuonClip, RowBlocks, Stacked, Whole
-from perilune.optim.capture import CapturedStep
+from perilune.optim import Adam, ColumnBlocks, MuonClip, RowBlocks, Stacked, Whole, capture
+from perilune.optim.capture import CapturedStep, CaptureFailed
 from perilune.optim.matrices import blocks
 from perilune.optim.sharded import ShardedMuonClip
 from tests.optim.small_attention import GroupedAttention
@@ -165,7 +165,7 @@ class Tape:
 @on_cpu
 def test_a_recorded_step_is_refused_once_its_state_moved_and_kept_only_when_whole(monkeypatch):
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Tape)
-    monkeypatch.setattr(torch.cuda, "graph", contextlib.nullcontext)
+    monkeypatch.setattr(capture, "recording", lambda graph, device: contextlib.nullcontext())
     monkeypatch.setattr(CapturedStep, "_check_devices", lambda self: None)
     model = nn.Sequential(GroupedAttention(8, 2, 2, 4), nn.Linear(8, 8))
     optimizer = MuonClip.for_model(model, lr=0.1, qk_clip_tau=2.0, capturable=True)
@@ -200,7 +200,7 @@ def test_a_recorded_step_is_refused_once_its_state_moved_and_kept_only_when_whol
 def test_a_recorded_step_is_refused_once_the_optimizer_has_given_up_what_it_reads(monkeypatch):
     """Loading a state that is the optimizer's own moves no tensor of it, but settings and tables are made anew."""
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Tape)
-    monkeypatch.setattr(torch.cuda, "graph", contextlib.nullcontext)
+    monkeypatch.setattr(capture, "recording", lambda graph, device: contextlib.nullcontext())
     monkeypatch.setattr(CapturedStep, "_check_devices", lambda self: None)
     model = nn.Linear(8, 8)
     optimizer = MuonClip.for_model(model, lr=0.1, qk_clip_tau=None, capturable=True)
@@ -214,6 +214,41 @@ def test_a_recorded_step_is_refused_once_the_optimizer_has_given_up_what_it_read
     assert captured._other_places() == places
     with pytest.raises(RuntimeError, match="make a new captured_step"):
         captured()
+
+
+@on_cpu
+@pytest.mark.parametrize("breaks", ["before the step", "behind it"])
+def test_a_step_that_cannot_be_recorded_is_left_to_be_taken(monkeypatch, breaks):
+    model = nn.Sequential(GroupedAttention(8, 2, 2, 4), nn.Linear(8, 8))
+    optimizer = MuonClip.for_model(model, lr=0.1, qk_clip_tau=2.0, capturable=True)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+
+    @contextlib.contextmanager
+    def breaking(graph, device):
+        if breaks == "before the step":
+            raise RuntimeError("operation not permitted when stream is capturing")
+        before = [value.detach().clone() for value in model.parameters()]
+        yield
+        for value, held in zip(model.parameters(), before, strict=True):
+            value.data.copy_(held)  # nothing of it ran
+        raise RuntimeError("operation failed due to a previous error during capture")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Tape)
+    monkeypatch.setattr(capture, "recording", breaking)
+    monkeypatch.setattr(CapturedStep, "_check_devices", lambda self: None)
+    captured = optimizer.captured_step()
+    captured()
+    weights = [value.detach().clone() for value in model.parameters()]
+    (heads,), report = optimizer.qk_clip.heads, optimizer.qk_report
+    heads.recorder.update(torch.tensor([1.0, 5.0]))
+    with pytest.raises(CaptureFailed, match="could not be recorded"):
+        captured()
+    assert heads.recorder.value.tolist() == [1.0, 5.0] and heads.recorder.has_seen
+    assert optimizer.qk_report is report and not optimizer._captured
+    assert all(map(torch.equal, weights, model.parameters()))
+    optimizer.step()
+    assert optimizer.qk_report.num_clipped == 1
 
 
 # On a GPU
@@ -289,6 +324,28 @@ def test_a_step_on_a_gpu_is_that_of_the_cpu(dtype):
         torch.testing.assert_close(mine.cpu().float(), theirs.float(), rtol=0, atol=atol)
         for key, value in optimizer.state[mine].items():
             torch.testing.assert_close(value.cpu(), twin_optimizer.state[theirs][key], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.gpu
+def test_after_a_broken_recording_work_goes_on_where_it_was():
+    model, optimizer = build()
+    stream, weight = torch.cuda.current_stream(), model.up.weight
+    captured = optimizer.captured_step()
+    give_gradients(model, 0)
+    captured()
+    real = optimizer._apply_qk_clip
+    optimizer._apply_qk_clip = lambda: float(weight.sum())  # waits for the device, which a recording cannot
+    before = weight.detach().clone()
+    with pytest.raises(CaptureFailed):
+        captured()
+    assert torch.cuda.current_stream() == stream and torch.equal(weight, before)
+    torch.cuda.empty_cache()  # refused as long as the allocator believes in a recording
+    optimizer._apply_qk_clip = real
+    captured = optimizer.captured_step()
+    for step in range(3):
+        give_gradients(model, step)
+        captured()
+    assert captured._graph is not None and not torch.equal(weight, before)
 
 
 @pytest.mark.gpu

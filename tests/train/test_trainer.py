@@ -238,8 +238,8 @@ def break_weights(monkeypatch, step):
     """The optimizer step `step` (counted from 0) leaves a weight that is not finite, after a loss that was."""
     real, counter = Optimization.step, iter(range(10**6))
 
-    def poisonous(self):
-        report = real(self)
+    def poisonous(self, **how_to_step):
+        report = real(self, **how_to_step)
         if next(counter) == step:
             with torch.no_grad():
                 self.optimizer.param_groups[0]["params"][0].view(-1)[0] = math.inf

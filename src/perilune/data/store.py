@@ -30,6 +30,7 @@ import numpy as np
 
 from perilune.data.corpus import Corpus, Document, Progress, Split
 from perilune.data.tokenizer import Tokenizer
+from perilune.data.turns import turn
 
 VERSION = 1  # part of the folder's name: raise it when the same input gives other files
 SPLITS: tuple[Split, ...] = ("train", "valid")
@@ -143,23 +144,40 @@ def train_tokenizer(
 def tokenize_corpus(
     corpus: Corpus, tokenizer: Tokenizer, *, cache_dir: str | Path, progress: Progress | None = None
 ) -> TokenStores:
-    """Open the token store of a corpus, building it first when the cache has no intact one."""
+    """Open the token store of a corpus, building it first when the cache has no intact one.
+
+    Of several processes that want the same store one builds it, and the others wait for it.
+    """
     folder = store_folder(corpus.fingerprint, tokenizer.fingerprint, cache_dir)
+    if (found := _intact(folder)) is not None:
+        return found
+
+    def waiting() -> None:
+        if progress is not None:
+            progress("waiting for another process that is tokenizing", 0, 1)
+
+    with turn(folder, on_wait=waiting):
+        if (found := _intact(folder)) is not None:
+            return found
+        temporary = folder.with_name(f"{folder.name}.{secrets.token_hex(6)}.tmp")
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            _remove_abandoned(folder.parent)
+            temporary.mkdir()
+            _write(temporary, corpus, tokenizer, progress)
+            _publish(temporary, folder)
+        except OSError as error:
+            raise TokenStoreError(f"cannot write the token store {str(folder)!r}: {error.strerror or error}") from error
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+        return open_stores(folder)
+
+
+def _intact(folder: Path) -> TokenStores | None:
     if folder.exists():
         with contextlib.suppress(TokenStoreError):
             return open_stores(folder)
-    temporary = folder.with_name(f"{folder.name}.{secrets.token_hex(6)}.tmp")
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        _remove_abandoned(folder.parent)
-        temporary.mkdir()
-        _write(temporary, corpus, tokenizer, progress)
-        _publish(temporary, folder)
-    except OSError as error:
-        raise TokenStoreError(f"cannot write the token store {str(folder)!r}: {error.strerror or error}") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return open_stores(folder)
+    return None
 
 
 def open_stores(folder: str | Path, *, verify: bool = True) -> TokenStores:

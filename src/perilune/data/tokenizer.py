@@ -35,6 +35,8 @@ import numpy as np
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 
+from perilune.data.turns import turn
+
 VERSION = 1  # part of every cache key: raise it when the pattern, the layout or the training changes
 
 NUM_RESERVED = 12
@@ -191,18 +193,28 @@ class Tokenizer:
     ) -> "Tokenizer":
         """The tokenizer of these texts, trained once per (corpus, vocab_size, VERSION) and kept in `cache_dir`.
 
-        `texts` is read only when the cache has no usable file. A corrupt file is trained again.
+        `texts` is read only when the cache has no usable file. A corrupt file is trained again. Of several processes
+        that want the same tokenizer one trains it, and the others wait for it.
         """
         key = hashlib.sha256(f"{VERSION}\n{corpus_fingerprint}\n{vocab_size}".encode()).hexdigest()[:24]
         path = Path(cache_dir) / f"tokenizer-{vocab_size}-{key}.json"
+        if (found := cls._kept(path)) is not None:
+            return found
+        with turn(path):
+            if (found := cls._kept(path)) is not None:
+                return found
+            tokenizer = cls.train(texts, vocab_size)
+            tokenizer.save(path)
+            return tokenizer
+
+    @classmethod
+    def _kept(cls, path: Path) -> "Tokenizer | None":
         if path.exists():
             try:
                 return cls.load(path)
             except TokenizerError:
                 path.unlink(missing_ok=True)
-        tokenizer = cls.train(texts, vocab_size)
-        tokenizer.save(path)
-        return tokenizer
+        return None
 
     def save(self, path: str | Path) -> None:
         """Write tokenizer.json; the file appears complete or not at all."""

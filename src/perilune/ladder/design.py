@@ -163,8 +163,8 @@ def branch(config: RunConfig, *, horizon: Horizon, start: int, steps: int, warmu
 def fingerprint(*configs: RunConfig, start: ModelConfig) -> str:
     """Of everything that decides a result: the configs, and the model whose initial weights are shared.
 
-    Names, the device, ranks and how often something is written do not; what lies under the corpus' path is compared by
-    content (`Result.corpus`).
+    Names, the device, ranks and how often something is written do not, nor do positions of the model that lends its
+    initial weights, which have none; what lies under the corpus' path is compared by content (`Result.corpus`).
     """
     plain = [to_plain(config) for config in configs]
     for each in plain:
@@ -173,11 +173,13 @@ def fingerprint(*configs: RunConfig, start: ModelConfig) -> str:
         each["optimizer"].pop("payload_dtype")
         for name in ("device", "log_every", "checkpoint_every", "micro_batch_rows", "keep_last", "max_bad_steps"):
             each["trainer"].pop(name)
-        each["trainer"].pop("hang_timeout_s")
+        for name in ("hang_timeout_s", "cuda_graphs"):
+            each["trainer"].pop(name)
         each["data"].pop("cache_dir")
         if each["data"]["corpus"]["source"] not in OWN_SOURCES:
             each["data"]["corpus"].pop("source")
-    text = json.dumps([*plain, to_plain(start)], sort_keys=True)
+    lender = replace(start, mla=replace(start.mla, rope=None))
+    text = json.dumps([*plain, to_plain(lender)], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -27,7 +27,7 @@ from perilune.model.documents import Packing
 from perilune.model.linear import Linear, RMSNorm, are_plain, side_by_side, takes_one_product
 from perilune.model.mla_inputs import mla_inputs
 from perilune.model.paged import Chunks, JoinedKeys, LatentPool, PagedBatch
-from perilune.model.rope import RopeConfig, rotate, rotation, softmax_scale_factor
+from perilune.model.rope import RopeConfig, rotate, softmax_scale_factor
 from perilune.optim.heads import MaxLogitRecorder, QKHeads, mla_heads
 from perilune.optim.matrices import ColumnBlocks, Layout, RowBlocks
 
@@ -88,7 +88,7 @@ class LatentAttention(nn.Module):
             assert isinstance(packing, PagedBatch), "a pool is read by the steps of a PagedBatch"
             return self._paged(x_BTD, packing, cache)
         if self._takes_inputs_at_once(x_BTD, cache):
-            q, k, v = self._inputs_at_once(x_BTD)
+            q, k, v = self._inputs_at_once(x_BTD, packing)
         else:
             q, latent, k_rope = self.compressed(x_BTD, packing)
             if cache is not None:
@@ -110,20 +110,20 @@ class LatentAttention(nn.Module):
         return self.o_proj(o.flatten(-2))
 
     def _takes_inputs_at_once(self, x_BTD: Tensor, cache: MLACache | None) -> bool:
-        """Where the one operator runs: it rotates nothing, and hands out no latents to keep."""
+        """Where the one operator runs: it hands out no latents to keep."""
         fused: list[Linear | RMSNorm] = [self.kv_a_proj_with_mqa, self.kv_a_layernorm, self.kv_b_proj]
         if self.config.q_lora_rank is None:
             fused.append(self.q_proj)
         return (
             cache is None
-            and self.config.rope is None
             and are_plain(*fused)
             and takes_one_product(x_BTD, *(module.weight for module in fused))
             and why_not_triton(x_BTD) is None
         )
 
-    def _inputs_at_once(self, x_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _inputs_at_once(self, x_BTD: Tensor, packing: Packing) -> tuple[Tensor, Tensor, Tensor]:
         config = self.config
+        angles = None if config.rope is None else packing.angles(config.rope, config.qk_rope_head_dim)
         q, k, v = mla_inputs(
             x_BTD,
             q_weight=self.q_proj.weight if config.q_lora_rank is None else None,
@@ -133,8 +133,10 @@ class LatentAttention(nn.Module):
             num_heads=config.num_attention_heads,
             v_head_dim=config.v_head_dim,
             eps=self.kv_a_layernorm.eps,
+            angles=angles,
+            interleaved=config.rope is None or config.rope.interleaved,
         )
-        return (self._queries(x_BTD) if q is None else q), k, v
+        return (self._rotated(self._queries(x_BTD), packing) if q is None else q), k, v
 
     def compressed(self, x_BTD: Tensor, packing: Packing) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [B, T, H, E], latents [B, T, R] and the key part that the heads share, both rotated if positions
@@ -144,12 +146,18 @@ class LatentAttention(nn.Module):
         latent, k_rope = latent_and_key.split([config.kv_lora_rank, config.qk_rope_head_dim], dim=-1)
         latent = self.kv_a_layernorm(latent)
         if config.rope is not None:
-            q_nope, q_rope = q.split([config.qk_nope_head_dim, config.qk_rope_head_dim], dim=-1)
-            assert packing.positions is not None, "the decoder computes positions when a layer rotates"
-            cos, sin = rotation(config.rope, packing.positions, config.qk_rope_head_dim)
-            q = torch.cat([q_nope, rotate(q_rope, cos, sin, interleaved=config.rope.interleaved)], dim=-1)
+            q = self._rotated(q, packing)
+            cos, sin = packing.angles(config.rope, config.qk_rope_head_dim)
             k_rope = rotate(k_rope.unsqueeze(-2), cos, sin, interleaved=config.rope.interleaved).squeeze(-2)
         return q, latent, k_rope
+
+    def _rotated(self, q_BTHE: Tensor, packing: Packing) -> Tensor:
+        config = self.config
+        if config.rope is None:
+            return q_BTHE
+        q_nope, q_rope = q_BTHE.split([config.qk_nope_head_dim, config.qk_rope_head_dim], dim=-1)
+        cos, sin = packing.angles(config.rope, config.qk_rope_head_dim)
+        return torch.cat([q_nope, rotate(q_rope, cos, sin, interleaved=config.rope.interleaved)], dim=-1)
 
     def _products(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
         """Queries [B, T, H, E], and latents before their norm with the shared key behind them [B, T, R + rope]."""
@@ -225,7 +233,8 @@ class LatentAttention(nn.Module):
             parts.append(torch.bmm(o.transpose(0, 1), up_v.mT).transpose(0, 1))
         if batch.chunks is not None:
             joined = batch.chunks.joined
-            if joined is not None and takes_runs(q, self._joined_value_width()):
+            is_padded = batch.chunks.lengths is None
+            if joined is not None and (is_padded or takes_runs(q, self.joined_value_width())):
                 parts.append(self._joined_chunks(q[0, first:], joined, pool))
             else:
                 parts.append(self._chunks(q[:, first:], batch.chunks, pool))
@@ -246,6 +255,7 @@ class LatentAttention(nn.Module):
 
     def _chunks(self, q_1THE: Tensor, chunks: Chunks, pool: LatentPool) -> Tensor:
         """[T, H, v]: every chunk attends to its own sequence, whose last latents are its own."""
+        assert chunks.lengths is not None, "a padded step has its keys joined"
         outputs = []
         for q, rows in zip(q_1THE.split(chunks.lengths, dim=1), chunks.cached_rows, strict=True):
 
@@ -269,7 +279,7 @@ class LatentAttention(nn.Module):
             q_THE,
             torch.cat([expanded[..., : config.qk_nope_head_dim], shared], dim=-1),
             # As wide as keys, without a copy: in front of the values stand keys, and what becomes of them is dropped.
-            expanded[..., -self._joined_value_width() :],
+            expanded[..., -self.joined_value_width() :],
             query_borders=joined.query_borders,
             key_borders=joined.key_borders,
             most_queries=joined.most_queries,
@@ -278,7 +288,7 @@ class LatentAttention(nn.Module):
         )
         return o[..., -config.v_head_dim :]
 
-    def _joined_value_width(self) -> int:
+    def joined_value_width(self) -> int:
         """That of keys, if values and what stands in front of them in kv_b_proj are so wide, at an aligned place."""
         config = self.config
         before = config.v_head_dim - config.qk_rope_head_dim

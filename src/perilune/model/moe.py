@@ -153,11 +153,6 @@ def grouped_linear(x_MI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor
         return torch._grouped_mm(x_MI, weight.transpose(-2, -1), offs=offsets)
     if x_MI.is_cuda and torch.cuda.is_current_stream_capturing():
         return every_linear(x_MI, weight, counts_E)
-    if x_MI.is_cuda and torch.cuda.is_current_stream_capturing():
-        # The host cannot know the counts: every row with a copy of its own matrix. Steps in graphs have few rows.
-        expert = torch.arange(len(weight), device=x_MI.device)
-        expert_M = expert.repeat_interleave(counts_E, output_size=len(x_MI))
-        return torch.bmm(weight[expert_M], x_MI[:, :, None])[:, :, 0]
     groups = x_MI.split(counts_E.tolist())
     return torch.cat([F.linear(rows, matrix) for rows, matrix in zip(groups, weight.unbind(0), strict=True)])
 

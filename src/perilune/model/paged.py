@@ -14,7 +14,8 @@ Two pools, made once, hold what is remembered; sequences own parts of them:
 What this promises: a step gives every sequence what it would get alone, in any mix of decodes and chunks, with any
 pages and slots. A decode with slot -1, length 0 and its write row on the scratch page is padding: it changes nothing
 that is read, and its output means nothing. A step without chunks never waits for the host on CUDA (with weights and
-pools that the kernels take), so that it can be captured in a CUDA graph.
+pools that the kernels take), so that it can be captured in a CUDA graph; one with chunks does not either if it comes
+from padded_batch.py.
 
 Shape letters: T tokens of the row, D decodes, N chunks, M pages of the longest sequence.
 """
@@ -35,7 +36,11 @@ if TYPE_CHECKING:  # a config names the layers, and the layers name what is here
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Chunks:
-    """The runs of tokens behind the decodes. The host knows their lengths: a step with chunks is not captured."""
+    """The runs of tokens behind the decodes.
+
+    Where the host knows their lengths, each can be attended to by itself. In a step that is part of a CUDA graph
+    (padded_batch.py) it does not: `lengths` is None, some runs may be empty, and `joined` says where their keys are.
+    """
 
     cu_seqlens: Tensor
     """[N + 1] borders, counted from the first token behind the decodes."""
@@ -43,9 +48,9 @@ class Chunks:
     """[N] int64"""
     origins: Tensor
     """[2, T - D] int32: for every token the first one of its chunk, counted as the borders are, and its slot."""
-    lengths: tuple[int, ...]
+    lengths: tuple[int, ...] | None = None
     """Tokens of every chunk."""
-    cached_rows: tuple[Tensor, ...]
+    cached_rows: tuple[Tensor, ...] = ()
     """For every chunk int64 [end]: the rows of the pools that hold its sequence up to the chunk's end."""
     joined: JoinedKeys | None = None
     """Where the chunks see few keys together; None: each is attended to by itself."""
@@ -56,14 +61,14 @@ class JoinedKeys:
     """The cached rows of all chunks of a step one after the other, so that one call attends to all of them."""
 
     rows: Tensor
-    """[all keys] int64: rows of the pools, chunk by chunk"""
+    """[all keys, or more] int64: rows of the pools, chunk by chunk"""
     query_borders: Tensor
     """[N + 1] int32 of the chunks' tokens"""
     key_borders: Tensor
     """[N + 1] int32 of the rows"""
     most_queries: int
     most_keys: int
-    """Of one chunk."""
+    """Of one chunk, or more."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

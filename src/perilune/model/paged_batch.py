@@ -98,7 +98,7 @@ def decode_batch(
 ) -> PagedBatch:
     """A step of decodes alone. Runs on the device: it can be part of a graph."""
     return PagedBatch(
-        tokens=_with_late(numbers[TOKEN], numbers[LATE], late_ids).unsqueeze(0),
+        tokens=with_late(numbers[TOKEN], numbers[LATE], late_ids).unsqueeze(0),
         positions=numbers[POSITION].unsqueeze(0),
         write_rows=numbers[WRITE_ROW].long(),
         slots=numbers[SLOT],
@@ -134,7 +134,7 @@ def mixed_batch(
     late[borders[1:] - 1] = [-1 if run.late_row is None else run.late_row for run in chunks]
     pages = [np.array(run.pages, np.int64) for run in chunks]
     has_pages = bool(pages[0].size)
-    writes = [_rows(own, start, end, page_size) for own, start, end in zip(pages, starts, ends, strict=True)]
+    writes = [rows_between(own, start, end, page_size) for own, start, end in zip(pages, starts, ends, strict=True)]
     joined = has_pages and sum(ends) <= MOST_JOINED_KEYS
     sent = _sent_together(
         place,
@@ -148,13 +148,13 @@ def mixed_batch(
         pages=np.concatenate(pages),
         query_borders=borders.astype(np.int32),
         key_borders=np.cumsum([0, *ends]).astype(np.int32),
-        joined=np.concatenate([_rows(own, 0, end, page_size) for own, end in zip(pages, ends, strict=True)])
+        joined=np.concatenate([rows_between(own, 0, end, page_size) for own, end in zip(pages, ends, strict=True)])
         if joined
         else np.empty(0, np.int64),
     )
     tokens = sent["tokens"]
     if any(run.late_row is not None for run in chunks):
-        tokens = _with_late(tokens, sent["late"], late_ids)
+        tokens = with_late(tokens, sent["late"], late_ids)
     places_of_pages = rows_of(sent["pages"], sent["pages"].numel() * page_size, page_size)
     of_chunks = places_of_pages.split([own.size * page_size for own in pages])
     assert first.positions is not None
@@ -186,7 +186,7 @@ def mixed_batch(
     )
 
 
-def _rows(pages: np.ndarray, start: int, end: int, page_size: int) -> np.ndarray:
+def rows_between(pages: np.ndarray, start: int, end: int, page_size: int) -> np.ndarray:
     """`rows_of` the tokens [start, end), on the host; nothing where there are no pages."""
     if not pages.size:
         return pages
@@ -215,7 +215,8 @@ def _sent(numbers: Sequence[int] | np.ndarray, device: torch.device) -> Tensor:
     return to_device(np.asarray(numbers, np.int64), device)
 
 
-def _with_late(tokens: Tensor, late: Tensor, late_ids: Tensor | None) -> Tensor:
+def with_late(tokens: Tensor, late: Tensor, late_ids: Tensor | None) -> Tensor:
+    """`tokens`, but late_ids[late] where `late` is no less than 0; all on the device."""
     if late_ids is None or not late_ids.numel():  # the step before sampled nothing, so nothing of it is late
         return tokens
     return torch.where(late >= 0, late_ids[late.clamp(min=0).long()].to(tokens.dtype), tokens)

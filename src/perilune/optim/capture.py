@@ -16,13 +16,12 @@ QK-Clip looks at. The rest of param_groups is part of the graph; changing it aft
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-
-from perilune.kernels.launch import device_of
 
 if TYPE_CHECKING:
     from perilune.optim.muon import MuonClip
@@ -31,8 +30,34 @@ if TYPE_CHECKING:
 SETTINGS = ("lr", "weight_decay", "momentum")
 
 
+class CaptureFailed(RuntimeError):
+    """A step could not be recorded. Nothing of it was done: `step` can take it."""
+
+
 def is_capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+@contextmanager
+def recording(
+    graph: torch.cuda.CUDAGraph, device: torch.device, *, memory: Any = None, stream: torch.cuda.Stream | None = None
+) -> Iterator[None]:
+    """`torch.cuda.graph` on a device, after which work goes on also where the recording broke.
+
+    A broken one leaves PyTorch (2.13 too) on the stream of the recording and its allocator waiting for the end of it.
+    Recordings that share `memory`, a graph_pool_handle, share it on one `stream` only.
+    """
+    memory = torch.cuda.graph_pool_handle() if memory is None else memory
+    # A graph records a stream of the current device: what runs on another would run now, and never again. By thread:
+    # another one may take memory meanwhile, which would break a recording of all threads.
+    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.current_stream(device)):
+        try:
+            with torch.cuda.graph(graph, pool=memory, stream=stream, capture_error_mode="thread_local"):
+                yield
+        except BaseException:
+            with suppress(RuntimeError, AttributeError):  # ended already, or another PyTorch
+                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), memory)
+            raise
 
 
 class Settings:
@@ -92,11 +117,19 @@ class CapturedStep:
     def _record(self) -> None:
         optimizer = self.optimizer
         self._constants = self._constants_now()
+        clip, report = optimizer.qk_clip, optimizer.qk_report
+        statistics = None if clip is None else (clip.last_max_logits, clip.ever_clipped)
         seen = self._hold_maxima()
         graph, others = torch.cuda.CUDAGraph(), len(optimizer._captured)
-        # A graph records a stream of the current device: what runs on another would run now, and never again.
-        with device_of(optimizer.param_groups[0]["params"][0]), torch.cuda.graph(graph):
-            optimizer.step()
+        try:
+            with recording(graph, optimizer.param_groups[0]["params"][0].device):
+                optimizer.step()
+        except RuntimeError as error:
+            optimizer._captured, optimizer.qk_report = optimizer._captured[:others], report
+            if clip is not None and statistics is not None:
+                clip.last_max_logits, clip.ever_clipped = statistics
+            self._give_back(seen)
+            raise CaptureFailed(f"the step could not be recorded as a CUDA graph: {error}") from error
         self._graph = graph
         # The graph reads tables and settings. The optimizer gives both up when a state is loaded, even its own.
         self._tables, optimizer._captured = optimizer._captured[others:], optimizer._captured[:others]
@@ -104,8 +137,7 @@ class CapturedStep:
         self._gradients, self._places = self._gradient_places(), self._other_places()
         # Recording runs nothing, but QK-Clip has forgotten the maxima of this step as if it had.
         self._recorded_report = optimizer.qk_report
-        for recorder, (value, exact) in zip(self._recorders(), seen, strict=True):
-            recorder.value, recorder.exact = value, exact
+        self._give_back(seen)
 
     def _replay(self) -> None:
         if self._gradient_places() != self._gradients:
@@ -139,6 +171,10 @@ class CapturedStep:
         for recorder, (value, exact) in zip(self._recorders(), self._maxima, strict=True):
             recorder.value, recorder.exact = value, exact
         return seen
+
+    def _give_back(self, seen: list[tuple[Tensor, Tensor]]) -> None:
+        for recorder, (value, exact) in zip(self._recorders(), seen, strict=True):
+            recorder.continue_in(value, exact)
 
     def _recorders(self) -> list[Any]:
         clip = self.optimizer.qk_clip

@@ -11,6 +11,7 @@ the exponents:
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -63,6 +64,56 @@ class MaxLogitRecorder:
         self.value = torch.full_like(self.value, -torch.inf)
         self.exact = self.value
         self._seen = False
+
+    @property
+    def has_seen(self) -> bool:
+        """Whether a training forward came since the last reset."""
+        return self._seen
+
+    def continue_in(self, value: Tensor, exact: Tensor) -> None:
+        """Go on from the maxima in these two tensors [heads]; NaN is "nothing seen yet"."""
+        self.value, self.exact, self._seen = value, exact, True
+
+
+class HeldMaxima:
+    """The maxima of recorders in memory that stays where it is: what a CUDA graph reads and writes.
+
+    Outside of a graph recorders make new tensors with every update. `take` brings what they hold into the memory and
+    lets them go on there; `keep`, after forwards, writes what they came to back into it. Make it after a training
+    forward: recorders have found their device and dtype then.
+    """
+
+    def __init__(self, recorders: Sequence[MaxLogitRecorder]) -> None:
+        self._recorders = tuple(recorders)
+        sizes = [recorder.value.numel() for recorder in self._recorders]
+        like = self._recorders[0].value if self._recorders else torch.empty(0)
+        self._memory = torch.full((2, sum(sizes)), torch.nan, dtype=like.dtype, device=like.device)
+        values, exacts = (row.split(sizes) if sizes else () for row in self._memory)
+        self._places = list(zip(values, exacts, strict=True))
+
+    def take(self) -> None:
+        if not any(recorder.has_seen for recorder in self._recorders):
+            self._memory.fill_(torch.nan)  # the maximum of NaN and a number is the number, also where that is -inf
+        else:
+            for recorder, (value, exact) in zip(self._recorders, self._places, strict=True):
+                if recorder.has_seen:
+                    value.copy_(recorder.value)
+                    exact.copy_(recorder.exact)
+                else:
+                    value.fill_(torch.nan)
+                    exact.fill_(torch.nan)
+        self.point()
+
+    def keep(self) -> None:
+        if self._recorders:
+            places = [place for pair in self._places for place in pair]
+            torch._foreach_copy_(places, [t for recorder in self._recorders for t in (recorder.value, recorder.exact)])
+            self.point()
+
+    def point(self) -> None:
+        """Recorders go on from what the memory holds."""
+        for recorder, (value, exact) in zip(self._recorders, self._places, strict=True):
+            recorder.continue_in(value, exact)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -2,6 +2,7 @@
 
 `tiny` runs anywhere in half a minute. The others are for one GPU: widths 128, 192 and 256, and 320 held out, 8 layers
 each (ladder/dial.py has the rules). They share their rungs, so that a run which two of them ask for is trained once.
+Full attention has rotary positions, as Kimi K2 has; the MLA layers between KDA layers have none, as in Kimi Linear.
 Their text lies in .cache/corpus unless `--set data.corpus.source=PATH` says otherwise.
 """
 
@@ -14,9 +15,10 @@ from perilune.data import CorpusConfig
 from perilune.data.probes import TASKS
 from perilune.ladder import dial
 from perilune.ladder.design import Arm, Horizon, Ladder, Rung
-from perilune.model import KDAConfig, MLAConfig, ModelConfig
+from perilune.model import KDAConfig, MLAConfig, ModelConfig, RopeConfig
 from perilune.recipes.probes import probe_ladder
 from perilune.train import DataConfig, RunConfig, TrainerConfig
+from perilune.train.config_file import to_plain
 
 CORPUS = ".cache/corpus"
 WIDTHS, HELD_OUT_WIDTH = (128, 192, 256), 320
@@ -26,9 +28,12 @@ ALL_KDA = ("kda",) * dial.LAYERS
 ONE_TO_ONE = ("kda", "mla") * (dial.LAYERS // 2)
 THREE_TO_ONE = ("kda", "kda", "kda", "mla") * (dial.LAYERS // 4)
 SEVEN_TO_ONE = ("kda",) * (dial.LAYERS - 1) + ("mla",)
+FULL = {"model.layer_types": ALL_MLA, "model.mla.rope": to_plain(RopeConfig())}
+NO_POSITIONS = {"model.layer_types": ALL_MLA}
 ADAMW_LR = 0.25
-"""Of the dial's learning rate: where AdamW's sweeps start. At the dial's own, three of three widths were far above
-their best on an H200 (width 256: 3.28 nats, 2.72 at half of it; MuonClip is best at the dial's own, 2.35)."""
+"""Of the dial's learning rate: where AdamW's sweeps of matrices start. At the dial's own, three of three widths were
+far above their best on an H200 (`no_positions`, width 256: 3.28 nats, 2.72 at half of it). Embedding, head and vectors
+have the dial's own, as beside Muon: 0.21 nats better at width 128 than one learning rate for all (`adamw`)."""
 BLOCK = {"model.residual": "block_attnres", "model.block_sublayers": 4}  # size 4 of the paper's ablation, 4 blocks here
 
 
@@ -73,13 +78,28 @@ def muon() -> Ladder:
     return _ladder(
         "muon",
         "What does MuonClip buy over AdamW, both with tuned learning rates?",
-        Arm(name="adamw", changes={"model.layer_types": ALL_MLA, "optimizer.kind": "adamw"}),
-        Arm(name="muonclip", changes={"model.layer_types": ALL_MLA}),
+        Arm(name="adamw", changes={**FULL, "optimizer.kind": "adamw"}),
+        Arm(name="muonclip", changes=FULL),
     )
 
 
+def no_positions() -> Ladder:
+    """MuonClip against AdamW in full attention without positions, AdamW with one learning rate: the first look."""
+    ladder = _ladder(
+        "no_positions",
+        "MuonClip against AdamW where attention has to find positions by itself: why is AdamW so far behind?",
+        Arm(name="adamw", changes={**NO_POSITIONS, "optimizer.kind": "adamw"}),
+        Arm(name="muonclip", changes=NO_POSITIONS),
+    )
+    alone = {rung.name: {"optimizer.lr": ADAMW_LR * rung.config.optimizer.lr} for rung in ladder.rungs}
+    return replace(ladder, arms=(replace(ladder.arms[0], by_rung=alone), ladder.arms[1]))
+
+
 def adamw() -> Ladder:
-    """Which AdamW is a fair baseline: one learning rate for all, or a hotter one for embedding, head and vectors?"""
+    """Which AdamW is a fair baseline: one learning rate for all, or a hotter one for embedding, head and vectors?
+
+    Full attention without positions, as the ladders had it then.
+    """
     rung = dial.rung(WIDTHS[0], source=CORPUS)
     lr = ADAMW_LR * rung.config.optimizer.lr
     settings: dict[str, dict[str, Any]] = {
@@ -96,7 +116,7 @@ def adamw() -> Ladder:
         question="Does AdamW want another learning rate for embedding, head and vectors, or a shorter memory?",
         rungs=(rung,),
         arms=tuple(
-            Arm(name=name, changes={"model.layer_types": ALL_MLA, "optimizer.kind": "adamw", **changes})
+            Arm(name=name, changes={**NO_POSITIONS, "optimizer.kind": "adamw", **changes})
             for name, changes in settings.items()
         ),
         seeds=(0,),
@@ -107,11 +127,15 @@ def adamw() -> Ladder:
 
 
 def attention() -> Ladder:
-    """Patterns of Kimi Delta Attention and full attention (MLA) at equal tokens, with MuonClip."""
-    patterns = {"mla": ALL_MLA, "3to1": THREE_TO_ONE, "1to1": ONE_TO_ONE, "7to1": SEVEN_TO_ONE, "kda": ALL_KDA}
+    """Patterns of Kimi Delta Attention and full attention (MLA) at equal tokens, with MuonClip.
+
+    The baseline has rotary positions; `nope` is the same without, as the MLA layers of the patterns are.
+    """
+    patterns = {"3to1": THREE_TO_ONE, "1to1": ONE_TO_ONE, "7to1": SEVEN_TO_ONE, "kda": ALL_KDA, "nope": ALL_MLA}
     return _ladder(
         "attention",
         "What does Kimi Linear (KDA to MLA 3:1) buy over full attention, and what do other patterns?",
+        Arm(name="mla", changes=FULL),
         *(Arm(name=name, changes={"model.layer_types": pattern}) for name, pattern in patterns.items()),
     )
 
@@ -131,15 +155,14 @@ def residual() -> Ladder:
 
 def together() -> Ladder:
     """MuonClip, Kimi Linear and block Attention Residuals: each alone, and all three."""
-    mla = {"model.layer_types": ALL_MLA}
     adamw = {"optimizer.kind": "adamw"}
     return _ladder(
         "together",
         "Do the gains of MuonClip, Kimi Linear and Attention Residuals multiply?",
-        Arm(name="none", changes={**mla, **adamw}),
-        Arm(name="muon", changes=mla),
+        Arm(name="none", changes={**FULL, **adamw}),
+        Arm(name="muon", changes=FULL),
         Arm(name="linear", changes=_kimi_linear(adamw)),
-        Arm(name="attnres", changes={**mla, **BLOCK, **adamw}),
+        Arm(name="attnres", changes={**FULL, **BLOCK, **adamw}),
         Arm(name="all", changes=_kimi_linear(BLOCK)),
         combinations={"all": ("muon", "linear", "attnres")},
     )
@@ -148,7 +171,7 @@ def together() -> Ladder:
 def qk_clip() -> Ladder:
     """QK-Clip off, at 100 and at 30, with a learning rate eight times that of the dial: do logits grow, does it harm?
 
-    All layers are MLA, and what AdamW trains keeps the dial's learning rate.
+    All layers are MLA without positions, and what AdamW trains keeps the dial's learning rate.
     """
     rungs = tuple(dial.rung(width, source=CORPUS) for width in WIDTHS)
     hot = {
@@ -163,7 +186,7 @@ def qk_clip() -> Ladder:
             Arm(
                 name=name,
                 changes={
-                    "model.layer_types": ALL_MLA,
+                    **NO_POSITIONS,
                     "optimizer.qk_clip_tau": tau,
                     "optimizer.exact_logits_above": 10.0,
                 },
@@ -186,7 +209,12 @@ def _ladder(name: str, question: str, *arms: Arm, combinations: dict[str, tuple[
         *(dial.rung(width, source=CORPUS) for width in WIDTHS),
         dial.rung(HELD_OUT_WIDTH, source=CORPUS, is_held_out=True),
     )
-    cooler = {rung.name: {"optimizer.lr": ADAMW_LR * rung.config.optimizer.lr} for rung in rungs}
+    cooler = {
+        rung.name: {
+            "optimizer.lr": ADAMW_LR * rung.config.optimizer.lr, "optimizer.adam_lr": rung.config.optimizer.lr
+        }
+        for rung in rungs
+    }  # fmt: skip
     return Ladder(
         name=name,
         question=question,
@@ -202,5 +230,6 @@ def _ladder(name: str, question: str, *arms: Arm, combinations: dict[str, tuple[
 
 
 LADDERS: dict[str, Callable[[], Ladder]] = {
-    function.__name__: function for function in (tiny, muon, adamw, attention, residual, together, qk_clip)
+    function.__name__: function
+    for function in (tiny, muon, adamw, no_positions, attention, residual, together, qk_clip)
 } | {f"probe-{task}": partial(probe_ladder, task) for task in TASKS}

@@ -97,6 +97,7 @@ class Engine:
             page_size=self.config.page_size,
             num_slots=self._scheduler.states.num_slots,
             max_sequences=self.config.max_sequences,
+            token_budget=self.config.token_budget,
             deterministic=self.config.deterministic,
             device=place,
             record_routes=self.config.record_routes,

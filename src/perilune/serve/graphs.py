@@ -109,19 +109,10 @@ class DecodeGraphs:
         numbers = decode_numbers(
             runs, page_size=self._page_size, scratch_row=self._scratch_row, num_rows=recording.numbers.shape[1]
         )
-        used = max(map(len, pages))
-        table = np.zeros((len(runs), used), np.int32)
-        for row, own in enumerate(pages):
-            table[row, : len(own)] = own
-        recording.numbers.copy_(self._sent(numbers), non_blocking=True)
-        recording.table[: len(runs), :used].copy_(self._sent(table), non_blocking=True)
+        copy_numbers(numbers, recording.numbers)
+        copy_pages(pages, recording.table)
         if late_ids is not None:
             recording.late_ids[: len(late_ids)].copy_(late_ids)
-
-    def _sent(self, numbers: np.ndarray) -> Tensor:
-        """Pinned on the way to a GPU, in memory that is not used again before the copy is over."""
-        tensor = torch.from_numpy(numbers)
-        return tensor.pin_memory() if self._device.type == "cuda" else tensor
 
     def _padded(self, recording: _Recording) -> Tensor:
         return self._step(decode_batch(recording.numbers, recording.table, recording.late_ids))
@@ -133,17 +124,44 @@ class DecodeGraphs:
             table=torch.zeros(batch, width, dtype=torch.int32, device=self._device),
             late_ids=torch.zeros(self.buckets[-1], dtype=torch.long, device=self._device),
         )
-        if not self._capture:
-            return recording
-        stream = torch.cuda.Stream(self._device)
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
-            for _ in range(WARM_UPS):
-                self._padded(recording)
-        torch.cuda.current_stream(self._device).wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        # By thread: a learner may take memory in another one meanwhile, which would break a recording of all threads.
-        with RECORDING, torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
-            recording.output = self._padded(recording)
-        recording.graph = graph
+        if self._capture:
+            recording.graph, recording.output = recorded(
+                lambda: self._padded(recording), device=self._device, memory=self._memory
+            )
         return recording
+
+
+def recorded(
+    step: Callable[[], Tensor], *, device: torch.device, memory: torch.cuda._POOL_HANDLE | None
+) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    """`step` as a graph that takes what it needs from the pool `memory`, and the output that it fills.
+
+    It runs a few times before, beside what the device does: kernels are compiled, and what is kept of them is made,
+    outside of the graph.
+    """
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for _ in range(WARM_UPS):
+            step()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    # By thread: a learner may take memory in another one meanwhile, which would break a recording of all threads.
+    with RECORDING, torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
+        output = step()
+    return graph, output
+
+
+def copy_numbers(numbers: np.ndarray, target: Tensor) -> None:
+    """Pinned on the way to a GPU, in memory that is not used again before the copy is over."""
+    tensor = torch.from_numpy(numbers)
+    target.copy_(tensor.pin_memory() if target.is_cuda else tensor, non_blocking=True)
+
+
+def copy_pages(pages: Sequence[np.ndarray], table: Tensor) -> None:
+    """The pages of every sequence into its row of a table; what lies behind them stays, and is never read."""
+    used = max(map(len, pages), default=0)
+    held = np.zeros((len(pages), used), np.int32)
+    for row, own in enumerate(pages):
+        held[row, : len(own)] = own
+    copy_numbers(held, table[: len(pages), :used])

@@ -1,8 +1,8 @@
 """The runner turns a plan of the scheduler into tensors, runs the model and gives back logits.
 
-It owns the model and the pools (model/paged.py), and nothing else touches their memory. Steps of decodes alone replay
-CUDA graphs where there is CUDA (graphs.py), and go straight through bound weights on a CPU (model/decode_step.py);
-every other step runs module by module.
+It owns the model and the pools (model/paged.py), and nothing else touches their memory. Where there is CUDA, steps of
+decodes alone replay CUDA graphs (graphs.py), and so do most steps with chunks of prompts (mixed_graphs.py). On a CPU
+decodes alone go straight through bound weights (model/decode_step.py). Every other step runs module by module.
 
     runner = Runner(model, num_pages=512, page_size=64, num_slots=64, max_sequences=32)
     logits = runner.run(plan, late_ids)          [rows wanted, vocabulary], in the order of the plan
@@ -33,6 +33,7 @@ from perilune.model.paged_batch import mixed_batch
 from perilune.model.paged_tiles import run_tiles
 from perilune.model.side_by_side import lay_apart, lay_side_by_side, round_matrices
 from perilune.serve.graphs import DecodeGraphs
+from perilune.serve.mixed_graphs import MixedGraphs, why_not
 from perilune.serve.pictures import DEFAULT_BYTES, FeatureStore, media_of
 from perilune.serve.plan import Share, StepPlan
 from perilune.serve.routes import RouteBook
@@ -51,13 +52,15 @@ class Runner:
         page_size: int,
         num_slots: int,
         max_sequences: int,
+        token_budget: int = 8192,
         deterministic: bool = False,
         device: torch.device | str | None = None,
         picture_bytes: int = DEFAULT_BYTES,
         use_graphs: bool | None = None,
         record_routes: bool = False,
     ) -> None:
-        """use_graphs: None takes them on CUDA; False never; True also runs the padded steps on a CPU, for tests.
+        """token_budget: tokens of a step with chunks that are worth a graph; larger steps run without.
+        use_graphs: None takes them on CUDA; False never; True also runs the padded steps on a CPU, for tests.
         record_routes: keep the experts of every token (routes.py)."""
         self.device = torch.device(device) if device is not None else model.embed_tokens.weight.device
         self.model = model.to(self.device).eval()
@@ -67,9 +70,12 @@ class Runner:
             lay_apart(model)  # as weights lie in training
         else:
             lay_side_by_side(model)
+        on_cuda = self.device.type == "cuda"
+        takes_graphs = not deterministic and (on_cuda if use_graphs is None else use_graphs)
         self.cache = new_paged_cache(
-            model.config, num_pages=num_pages, page_size=page_size, num_slots=num_slots, device=self.device
-        )
+            model.config, num_pages=num_pages, page_size=page_size, device=self.device,
+            num_slots=num_slots + takes_graphs,  # the last one is scratch, where padding of chunks writes
+        )  # fmt: skip
         self.pictures = FeatureStore(model, max_bytes=picture_bytes)
         if deterministic and page_size % TILE:
             raise ValueError(f"page_size is {page_size!r}, expected a multiple of {TILE} with deterministic=True")
@@ -82,17 +88,20 @@ class Runner:
             self.routes = RouteBook(model.config, num_pages=num_pages, page_size=page_size, device=self.device)
         self._tables = _PageTables()
         self._decode_step = None if deterministic else bind(model)
-        on_cuda = self.device.type == "cuda"
-        self._graphs = None
-        if not deterministic and (on_cuda if use_graphs is None else use_graphs):
-            self._graphs = DecodeGraphs(
-                self._logits,
-                page_size=page_size,
-                scratch_row=self._scratch_row,
-                max_sequences=max_sequences,
-                device=self.device,
-                capture=on_cuda,
-            )
+        self._graphs = self._mixed_graphs = None
+        if takes_graphs:
+            common = {
+                "page_size": page_size, "scratch_row": self._scratch_row, "max_sequences": max_sequences,
+                "device": self.device, "capture": on_cuda,
+            }  # fmt: skip
+            self._graphs = DecodeGraphs(self._logits, **common)
+            with torch.no_grad():
+                can_mix = not on_cuda or why_not(model, self.cache) is None
+            if can_mix:
+                self._mixed_graphs = MixedGraphs(
+                    self._logits, scratch_slot=num_slots, max_tokens=token_budget,
+                    has_latents=self.cache.num_pages > 0, **common,
+                )  # fmt: skip
 
     def run(self, plan: StepPlan, late_ids: Tensor | None = None) -> Tensor:
         """Logits [rows wanted, vocabulary], at least float32, on the device, in the order of the plan's shares.
@@ -122,6 +131,11 @@ class Runner:
             if wanted == list(range(len(decodes))):
                 return logits
             return logits[torch.tensor(wanted, dtype=torch.long, device=self.device)]
+        if self._mixed_graphs is not None and chunks and media is None and all(run.want != "all" for run in chunks):
+            pages = self._tables.of(decodes)
+            logits = self._mixed_graphs.run(decodes, chunks, pages, wanted=wanted, late_ids=late_ids)
+            if logits is not None:
+                return logits
         is_all = not chunks and wanted == list(range(len(decodes)))
         batch = mixed_batch(
             decodes, chunks,

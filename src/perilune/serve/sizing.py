@@ -125,7 +125,7 @@ def _pages_that_fit(config: EngineConfig, model: ModelConfig, device: torch.devi
         memory = int(0.85 * torch.cuda.mem_get_info(device)[0])
     else:
         memory = GIB
-    states = (config.max_sequences + config.snapshots) * bytes_per_slot(model)
+    states = (config.max_sequences + config.snapshots + 1) * bytes_per_slot(model)  # one for padding
     num_pages = (memory - states) // page
     if num_pages < 1:
         raise ValueError(

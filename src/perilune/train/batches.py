@@ -213,37 +213,55 @@ def fused_micro_batches(
     part: Part = ALL,
 ) -> Iterator[MicroBatch]:
     """A part of the rows [first_row, first_row + rows) of a run: its text, then its pictures."""
+    for packed in fused_packed(
+        data, fusion, first_row=first_row, rows=rows, micro_batch_rows=micro_batch_rows, part=part
+    ):
+        yield packed.on(device)
+
+
+def fused_packed(
+    data: RunData, fusion: Fusion | None, *, first_row: int, rows: int, micro_batch_rows: int, part: Part = ALL
+) -> Iterator["Packed"]:
+    """`fused_micro_batches` before they go to the device: what any thread may do."""
     if fusion is None or data.vision is None:
-        yield from _cut(data.train, first_row, first_row + rows, micro_batch_rows, device, part)
+        yield from _cut(data.train, first_row, first_row + rows, micro_batch_rows, part)
         return
     # Rows of one kind have consecutive numbers of their own.
     for source, before in ((data.train, fusion.text_before), (data.vision, fusion.vision_before)):
-        yield from _cut(source, before(first_row), before(first_row + rows), micro_batch_rows, device, part)
+        yield from _cut(source, before(first_row), before(first_row + rows), micro_batch_rows, part)
 
 
 def micro_batches(
     rows_of: Rows, *, first_row: int, rows: int, micro_batch_rows: int, device: torch.device, part: Part = ALL
 ) -> Iterator[MicroBatch]:
     """A part of the rows [first_row, first_row + rows), `micro_batch_rows` at a time."""
-    yield from _cut(rows_of, first_row, first_row + rows, micro_batch_rows, device, part)
+    for packed in _cut(rows_of, first_row, first_row + rows, micro_batch_rows, part):
+        yield packed.on(device)
 
 
-def _cut(
-    rows_of: Rows, start: int, stop: int, micro_batch_rows: int, device: torch.device, part: Part
-) -> Iterator[MicroBatch]:
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Packed:
+    """A micro-batch on the host."""
+
+    rows: PackedBatch
+    filler: bool = False
+
+    def on(self, device: torch.device) -> MicroBatch:
+        return _on_device(self.rows, device, filler=self.filler)
+
+
+def _cut(rows_of: Rows, start: int, stop: int, micro_batch_rows: int, part: Part) -> Iterator[Packed]:
     if isinstance(rows_of, ChatRows):
-        yield from _cut_dialogues(rows_of, start, stop, micro_batch_rows, device, part)
+        yield from _cut_dialogues(rows_of, start, stop, micro_batch_rows, part)
         return
     for first, count in _places(start, stop, micro_batch_rows, part):
         if count > 0:
-            yield _on_device(rows_of.batch(first, count), device)
+            yield Packed(rows=rows_of.batch(first, count))
         else:
-            yield _on_device(without_targets(rows_of.batch(start, 1)), device, filler=True)
+            yield Packed(rows=without_targets(rows_of.batch(start, 1)), filler=True)
 
 
-def _cut_dialogues(
-    rows_of: ChatRows, start: int, stop: int, micro_batch_rows: int, device: torch.device, part: Part
-) -> Iterator[MicroBatch]:
+def _cut_dialogues(rows_of: ChatRows, start: int, stop: int, micro_batch_rows: int, part: Part) -> Iterator[Packed]:
     """Rows without pictures, then those with them: ranks meet in the vision tower, or none of them goes there."""
     kinds: tuple[list[int], list[int]] = ([], [])
     for index in range(start, stop):
@@ -251,9 +269,9 @@ def _cut_dialogues(
     for indices in kinds:
         for first, count in _places(0, len(indices), micro_batch_rows, part):
             if count > 0:
-                yield _on_device(rows_of.batch_of(indices[first : first + count]), device)
+                yield Packed(rows=rows_of.batch_of(indices[first : first + count]))
             else:
-                yield _on_device(without_targets(rows_of.batch_of(indices[:1])), device, filler=True)
+                yield Packed(rows=without_targets(rows_of.batch_of(indices[:1])), filler=True)
 
 
 def _places(start: int, stop: int, micro_batch_rows: int, part: Part) -> Iterator[tuple[int, int]]:

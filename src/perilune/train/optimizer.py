@@ -1,6 +1,7 @@
 """The optimizer of a run with everything that happens around its step: learning rate, gradient clipping, QK-Clip."""
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -10,6 +11,7 @@ from torch import nn
 
 from perilune.model.moe import Router
 from perilune.optim import Adam, ClipReport, MuonClip, QKClip, clip_grad_norm_
+from perilune.optim.capture import CapturedStep, CaptureFailed
 from perilune.optim.plan import PlannedParameter, plan_parameters
 from perilune.optim.qk_clip import find_heads, is_frozen
 from perilune.optim.sharded import ShardedMuonClip
@@ -85,6 +87,8 @@ class Optimization:
         self._parallel = parallel
         self._routers = tuple(routers)
         self._base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
+        self._captured: CapturedStep | None = None
+        self._captures = True
 
     def set_lr(self, scale: float) -> None:
         for group, base in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
@@ -100,9 +104,14 @@ class Optimization:
             return self.optimizer.clip_grad_norm_(limit, sums=[router.counts for router in self._routers])
         return clip_grad_norm_(self.optimizer, limit)
 
-    def step(self) -> ClipReport:
-        """Move the weights, clip heads, forget gradients and statistics; says what QK-Clip saw and did."""
-        self.optimizer.step()
+    def step(self, *, gradients_stay: bool = False) -> ClipReport:
+        """Move the weights, clip heads, forget gradients and statistics; says what QK-Clip saw and did.
+
+        gradients_stay: they are where they were in the last step and will be in the next, so that on a GPU the step
+        can be recorded as a CUDA graph.
+        """
+        if not (gradients_stay and self._step_captured()):
+            self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         if self.clip is None:
             return nothing_seen()
@@ -110,6 +119,22 @@ class Optimization:
             assert self.optimizer.qk_report is not None, "MuonClip reports after every step that had a gradient"
             return self.optimizer.qk_report
         return self.clip.apply()
+
+    def _step_captured(self) -> bool:
+        """A step that is recorded or replayed; False where it has to be taken as usual."""
+        optimizer = self.optimizer
+        if not self._captures or type(optimizer) is not MuonClip or not on_gpu(optimizer):
+            return False
+        if self._captured is None:
+            optimizer.capturable = True
+            self._captured = optimizer.captured_step()
+        try:
+            self._captured()
+        except CaptureFailed as error:
+            warnings.warn(f"{error}; every step is launched kernel by kernel", stacklevel=3)
+            optimizer.capturable, self._captures, self._captured = False, False, None
+            return False
+        return True
 
     def skip(self) -> ClipReport:
         """Throw the step away: no weight moves, and what it saw of the logits clips nothing later."""
@@ -132,6 +157,10 @@ class Optimization:
             saved = {name: tensors.get(f"qk_clip.{name}") for name in CLIP_TENSORS}
             rows = {name: None if value is None else value[own] for name, value in saved.items()}
             self.clip.load_state_dict({"layers": list(self.clip.layers), **rows})
+
+
+def on_gpu(optimizer: torch.optim.Optimizer) -> bool:
+    return optimizer.param_groups[0]["params"][0].is_cuda
 
 
 def nothing_seen() -> ClipReport:

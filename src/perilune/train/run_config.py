@@ -28,6 +28,9 @@ class TrainerConfig:
     device: str = "auto"
     """"auto" takes the first of cuda, cpu that is there."""
     compile: bool = False
+    cuda_graphs: bool | None = None
+    """Replay forward, backward and MuonClip as CUDA graphs, which saves the host's time to launch them and keeps
+    their activations in memory. None: where it can be done and micro-batches are small; True: where it can be."""
     decoupled_vision: bool = False
     """Run the vision tower over the batch twice, keeping none of its activations during the language model's step."""
 

@@ -6,7 +6,7 @@ Losses are summed over the ranks that have different tokens, counts over those t
 summed where parameters are spread (parallel_data.py).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -61,17 +61,21 @@ def forward_backward(
     *,
     decoupled: bool = False,
     parallel: Parallel | None = None,
+    graphed: Callable[[Sequence[MicroBatch], int], Iterable[torch.Tensor]] | None = None,
 ) -> torch.Tensor:
     """Gradients of the loss per target of the global batch into .grad.
 
     Returns the summed losses in nats of text rows and of rows with pictures, float64 [2]. `decoupled` runs the vision
-    tower apart from the language model.
+    tower apart from the language model. `graphed` (graphed.py) takes the place of `backward`, on one process.
     """
     sums = torch.zeros(2, dtype=torch.float64, device=batches[0].tokens_BT.device)
     if parallel is not None and parallel.pipeline is not None:
         sums[0] = pipelined_backward(parallel, parallel.pipeline, batches, num_targets)
         return parallel.summed_by_tokens(sums)
-    if decoupled:
+    losses: Iterable[torch.Tensor]
+    if graphed is not None and parallel is None and not decoupled:
+        losses = graphed(batches, num_targets)
+    elif decoupled:
         losses = decoupled_backward(model, batches, num_targets)
     else:
         losses = (backward(model, batch, num_targets, parallel) for batch in batches)

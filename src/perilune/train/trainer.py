@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from perilune.model import Decoder
-from perilune.train import ranks
-from perilune.train.batches import ALL, MicroBatch, RunData, fused_micro_batches
+from perilune.train import graphed, ranks
+from perilune.train.batches import ALL, MicroBatch, Packed, RunData, fused_packed
 from perilune.train.checkpoint import OnPhase
 from perilune.train.interrupt import Interrupted, StopRequest
 from perilune.train.metrics import Throughput, peak_memory_bytes
@@ -34,6 +34,7 @@ from perilune.train.saving import finish_saves, interrupted_message, save_if_goo
 from perilune.train.schedule import lr_at
 from perilune.train.stages import step_statistics
 from perilune.train.step import forward_backward, totals
+from perilune.train.steps_ahead import StepsAhead
 from perilune.train.watchdog import Watchdog
 
 
@@ -74,6 +75,7 @@ def train(
         ) as run,
         StopRequest(run.outputs.say_stopping) as stop,
         Watchdog(on_phase, timeout_s=config.trainer.hang_timeout_s) as reached,
+        StepsAhead(lambda first_row: packed_rows(run, first_row), in_background=reads_ahead(run)) as ahead,
     ):
         run = replace(run, on_phase=reached)
         settings, at, outputs = config.trainer, run.position, run.outputs
@@ -82,15 +84,22 @@ def train(
         throughput.mark(at.tokens)
         if at.step == 0:
             outputs.say(introduction(run))
+        graphs = graphed.of_run(run)
         while at.step < settings.steps:
             reached("step:begin")
             lr_scale = lr_at(at.step, config.schedule, settings.steps)
             optimization.set_lr(lr_scale)
-            batches = load_batches(run)
+            next_row = at.rows + settings.global_batch_rows if at.step + 1 < settings.steps else None
+            batches = [packed.on(run.device) for packed in ahead.take(at.rows, then=next_row)]
             count = totals(batches, run.device, run.parallel)
 
             loss_sums = forward_backward(
-                model, batches, count.targets, decoupled=settings.decoupled_vision, parallel=run.parallel
+                model,
+                batches,
+                count.targets,
+                decoupled=settings.decoupled_vision,
+                parallel=run.parallel,
+                graphed=graphs,
             )
             grad_norm = optimization.clip_gradients(settings.grad_clip)
             reached("step:backward")
@@ -99,7 +108,7 @@ def train(
             text_nats, vision_nats, norm = torch.cat([loss_sums, grad_norm.double()[None]]).tolist()
             finite = math.isfinite(text_nats + vision_nats) and math.isfinite(norm)
             if finite:
-                clip = optimization.step()
+                clip = optimization.step(gradients_stay=graphs is not None and graphs.gradients_stay)
                 imbalance = model.after_optimizer_step()
                 at.bad_in_a_row = 0
             else:
@@ -157,18 +166,27 @@ def train(
 
 def load_batches(run: Run) -> list[MicroBatch]:
     """This rank's micro-batches of the next optimizer step."""
+    return [packed.on(run.device) for packed in packed_rows(run, run.position.rows)]
+
+
+def packed_rows(run: Run, first_row: int) -> list[Packed]:
+    """This rank's micro-batches of the optimizer step that begins at this row, on the host."""
     settings = run.config.trainer
     return list(
-        fused_micro_batches(
+        fused_packed(
             run.data,
             run.fusion,
-            first_row=run.position.rows,
+            first_row=first_row,
             rows=settings.global_batch_rows,
             micro_batch_rows=settings.micro_batch_rows,
-            device=run.device,
             part=ALL if run.parallel is None else run.parallel.part,
         )
     )
+
+
+def reads_ahead(run: Run) -> bool:
+    """On a CPU a thread would take the time it saves, and pictures are drawn ahead by processes of their own."""
+    return run.device.type == "cuda" and run.data.vision is None
 
 
 def due(step: int, every: int) -> bool:

@@ -112,13 +112,17 @@ def attention_of_runs(
     """`continued_attention` of N runs side by side in one call, for what `takes_runs`; elsewhere plain, run by run.
 
     q [T, H, D], k [S, H, D], v [S, H, Dv] -> [T, H, Dv]. query_borders, key_borders [N + 1] int32: of the runs in T,
-    and of their keys in S. most_queries, most_keys: of one run, or more. The borders are not checked.
+    and of their keys in S, which may go on behind the last. most_queries, most_keys: of one run, or more. A run may be
+    empty, and one without keys gets zeros. The borders are not checked.
     """
     if not q.is_cuda:
         queries, keys = query_borders.tolist(), key_borders.tolist()
         spans = zip(queries, queries[1:], keys, keys[1:], strict=False)
-        runs = ((q[None, a:b], k[None, c:d], v[None, c:d]) for a, b, c, d in spans)
-        return torch.cat([_plain(*run, scale=scale, causal=True)[0][0].to(v.dtype) for run in runs])
+        o = v.new_zeros(*q.shape[:2], v.shape[2])
+        for a, b, c, d in spans:
+            if b > a and d > c:
+                o[a:b] = _plain(q[None, a:b], k[None, c:d], v[None, c:d], scale=scale, causal=True)[0][0].to(v.dtype)
+        return o
     o, *_ = torch.ops.aten._flash_attention_forward(
         q, k, v, query_borders, key_borders, most_queries, most_keys, 0.0, True, False, scale=scale
     )  # fmt: skip

@@ -2,8 +2,9 @@
 token. Convolution, recurrence and gated RMSNorm, for CUDA.
 
 A sequence owns a slot: a row of the pool of convolution windows and of the pool of states. The kernels read both where
-they lie and write them back there, so nothing is gathered, put back or cast on the way. A chunk step is launched
-operator by operator, and takes the host longer than the GPU: what counts here is the number of launches.
+they lie and write them back there, so nothing is gathered, put back or cast on the way. A chunk step that is no CUDA
+graph is launched operator by operator, and takes the host longer than the GPU: what counts here is the number of
+launches.
 
 Shape letters: T tokens, N chunks, H heads, K key dim, V value dim, W convolution width, C = H * (2 K + V) channels.
 """
@@ -68,10 +69,13 @@ def kda_at_slots(
 
     qkv [T, C], gate_input [T, H * K], beta_logits [T, H], output_gate [T, H * V]: as `kda_decode` takes them.
     origins [2, T] int32: the first token of every token's chunk, and the chunk's slot.
-    Trusts its caller: nothing is checked, and no two chunks may share a slot.
+    Trusts its caller: nothing is checked, and no two chunks may share a slot, unless what it holds means nothing.
+    Chunks may be empty. What is worked out about the borders is kept while the tensor `cu_seqlens` lives, for the
+    layers that follow (`share_tables`).
     """
     from perilune.kernels.gated_norm.triton import norm_rows
     from perilune.kernels.kda.triton import GATE_KINDS, _Call
+    from perilune.kernels.kda.triton_tables import share_tables
     from perilune.kernels.launch import device_of
     from perilune.kernels.short_conv.pooled import conv_at_slots
 
@@ -80,6 +84,7 @@ def kda_at_slots(
     q, k, v = conv_at_slots(
         qkv, conv_weight, conv_pool, cu_seqlens=cu_seqlens, slots=slots, origins=origins, parts=3
     )  # fmt: skip
+    share_tables(cu_seqlens)
     is_softplus = isinstance(gate, SoftplusGate)
     with device_of(qkv):
         call = _Call(

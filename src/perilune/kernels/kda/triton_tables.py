@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from perilune.kernels.kda.triton_chunk import CHUNK
 
@@ -40,6 +41,11 @@ def tables_for(
     checkpoint_every: 0 where no backward pass follows, for half as many launches."""
     if cu_seqlens is None:
         return _dense_tables_for(batch, num_tokens, device, checkpoint_every, piece)
+    if (shared := _SHARED.get(cu_seqlens)) is not None:
+        kind = (num_tokens, checkpoint_every, piece)
+        if kind not in shared:
+            shared[kind] = _packed_tables(cu_seqlens, *kind)
+        return shared[kind]
     # Inference tensors have no version, and host memory may change without the tensor knowing.
     is_kept = cu_seqlens.device.type == "cuda" and not cu_seqlens.is_inference()
     is_kept = is_kept and not torch.cuda.is_current_stream_capturing()
@@ -48,9 +54,7 @@ def tables_for(
         owner, version, tables = _PACKED[key]
         if owner() is cu_seqlens and version == cu_seqlens._version:
             return tables
-    # Borders are trusted to rise from 0 to T. If they do not, results are wrong, but nothing out of bounds is touched.
-    borders = cu_seqlens.to(torch.int64).clamp(0, num_tokens).cummax(0).values
-    tables = _tables(borders, num_tokens, checkpoint_every, piece)
+    tables = _packed_tables(cu_seqlens, num_tokens, checkpoint_every, piece)
     if is_kept:
         if len(_PACKED) >= 16:
             _PACKED.clear()
@@ -58,6 +62,24 @@ def tables_for(
     return tables
 
 
+def share_tables(cu_seqlens: Tensor) -> None:
+    """Work out the tables of these borders once, whoever asks, for as long as this tensor lives.
+
+    It must not change then. Also for what `tables_for` would not keep: an inference tensor, and borders in a CUDA
+    graph. For the latter the tensor has to be made and dropped while the graph is recorded: the tables are filled when
+    it is replayed, so nobody outside of it may find them.
+    """
+    if cu_seqlens not in _SHARED:
+        _SHARED[cu_seqlens] = {}
+
+
+def _packed_tables(cu_seqlens: Tensor, num_tokens: int, checkpoint_every: int, piece: int) -> Tables:
+    # Borders are trusted to rise from 0 to T. If they do not, results are wrong, but nothing out of bounds is touched.
+    borders = cu_seqlens.to(torch.int64).clamp(0, num_tokens).cummax(0).values
+    return _tables(borders, num_tokens, checkpoint_every, piece)
+
+
+_SHARED: WeakIdKeyDictionary = WeakIdKeyDictionary()  # Tensor -> {(num_tokens, checkpoint_every, piece): Tables}
 # Every layer of a model asks for the tables of the same borders.
 _PACKED: dict[tuple[int, int, int, int], tuple[weakref.ref[Tensor], int, Tables]] = {}
 

@@ -1,0 +1,283 @@
+"""Forward and backward of small models as CUDA graphs: recorded once, replayed with the numbers of every micro-batch.
+
+A small model takes the host longer to launch than the device to compute. A graph launches it all at once, with the
+shapes and addresses it was recorded with:
+
+    tokens, targets, borders, 1 / V     are copied into buffers that stay. Borders are filled up with empty documents to
+                                        the next of a few sizes; an empty document changes nothing anywhere
+    gradients                           stay where they are; zeroed once a step, every micro-batch adds to them
+    maxima of attention logits          stay as well (optim/heads.py), and QK-Clip reads them as ever
+
+There is a recording for every (tokens, documents) that comes; its first micro-batches run without one, on the same
+buffers, which compiles every kernel. All recordings share one piece of memory: their activations, kept until the end.
+The numbers are those of the step without graphs: the same kernels in the same order. (Of a KDA layer with heads of 64
+or 128 on a GPU, gradients of A_log and dt_bias are sums over chunks, into which empty documents bring zeros: there the
+last bit may be another.)
+
+A step that cannot be recorded goes on without a graph, and says so once. When there is none to begin with is up to
+`why_not`. `record` is the seam: tests on a CPU give one that runs the same code every time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from perilune.data.chat_rows import ChatRows
+from perilune.kernels.triton_support import HAS_TRITON
+from perilune.model import Decoder
+from perilune.model.linear import HALF, has_hooks
+from perilune.optim.capture import recording
+from perilune.optim.heads import HeldMaxima, MaxLogitRecorder
+from perilune.optim.qk_clip import find_heads
+from perilune.train import ranks
+from perilune.train.batches import MicroBatch, RunData
+from perilune.train.run import Run
+from perilune.train.run_config import RunConfig
+from perilune.train.step import backward
+
+Compute = Callable[[], Tensor]
+Record = Callable[[Compute], Compute]
+"""Takes what a step computes and returns what to call in its place; does not run it."""
+
+WARM_UPS = 2
+MOST_RECORDINGS = 12
+"""Micro-batches of yet another shape run without a graph: somebody has rows of any length."""
+SMALL = 2**28
+"""Tokens of a micro-batch times width times layers up to which launches, not arithmetic, take the time: with 8 layers
+of width 256 and 65,536 tokens (half of it) an H200 was busy for 20 of 50 ms."""
+
+
+def of_run(run: Run) -> GraphedBackward | None:
+    """For the steps of this run; None where they go without. Says why where somebody asked for graphs."""
+    if reason := why_not(run.config, run.model, run.data, run.device):
+        if run.config.trainer.cuda_graphs:
+            run.outputs.say(f"trainer.cuda_graphs is True, but steps are not recorded: {reason}")
+        return None
+    return GraphedBackward(run.model, record=cuda_recorder(run.device), say=run.outputs.say)
+
+
+def why_not(config: RunConfig, model: Decoder, data: RunData, device: torch.device) -> str | None:
+    """Why the steps of this run are not recorded, or None."""
+    trainer = config.trainer
+    if trainer.cuda_graphs is False:
+        return "trainer.cuda_graphs is False"
+    if device.type != "cuda":
+        return f"it runs on {device.type}"
+    if ranks.distributed():
+        return "it runs on several ranks"
+    if model.compute_dtype not in HALF:
+        return f"it computes in {str(model.compute_dtype).removeprefix('torch.')}, which plans attention on the host"
+    if trainer.compile:
+        return "trainer.compile is on"
+    if config.model.moe is not None:
+        return "routers of experts make the host wait"
+    chat = data.train if isinstance(data.train, ChatRows) else None
+    if config.data.has_pictures or trainer.decoupled_vision or (chat is not None and chat.num_with_pictures):
+        return "some rows hold pictures, of any size"
+    if config.parallel.recompute != "none":
+        return f"parallel.recompute is {config.parallel.recompute!r}"
+    if model.deterministic:
+        return "the model is deterministic, document by document"
+    if any(map(has_hooks, model.modules())) or any(map(_has_gradient_hooks, model.parameters())):
+        return "somebody has hooks in the model"
+    size = trainer.micro_batch_rows * config.data.seq_len * config.model.hidden_size * config.model.num_hidden_layers
+    if trainer.cuda_graphs is None and size > SMALL:
+        return "micro-batches are large enough without (trainer.cuda_graphs=True records them all the same)"
+    return None
+
+
+def _has_gradient_hooks(parameter: nn.Parameter) -> bool:
+    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
+def padded_documents(count: int) -> int:
+    """The next of the sizes 1, 2, 4, 8, 16, 32, 48, 64, ..., 128, 160, 192, ...: a quarter too many from 64 on.
+
+    Few stay few: KDA splits long documents into pieces only where there are not many.
+    """
+    if count <= 16:
+        return 1 << max(count - 1, 0).bit_length()
+    unit = max(16, 1 << (count.bit_length() - 3))
+    return -(-count // unit) * unit
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Buffers:
+    """What a recording reads."""
+
+    tokens_1T: Tensor
+    targets_1T: Tensor
+    cu_seqlens: Tensor
+    weight: Tensor
+    """1 / targets of the global batch, a scalar: the gradient of the loss."""
+
+    @classmethod
+    def like(cls, batch: MicroBatch, num_documents: int, dtype: torch.dtype) -> Buffers:
+        return cls(
+            tokens_1T=torch.empty_like(batch.tokens_BT),
+            targets_1T=torch.empty_like(batch.targets_BT),
+            cu_seqlens=batch.cu_seqlens.new_empty(num_documents + 1),
+            weight=torch.empty((), dtype=dtype, device=batch.tokens_BT.device),
+        )
+
+    def fill(self, batch: MicroBatch, num_targets: int) -> None:
+        used = batch.cu_seqlens.numel()
+        self.tokens_1T.copy_(batch.tokens_BT)
+        self.targets_1T.copy_(batch.targets_BT)
+        self.cu_seqlens[:used].copy_(batch.cu_seqlens)
+        self.cu_seqlens[used:].fill_(batch.tokens_BT.shape[1])
+        self.weight.fill_(1.0 / max(1, num_targets))
+
+
+@dataclass(eq=False)
+class _Shape:
+    """Micro-batches of one shape: what they are copied to, how many there were, what runs them."""
+
+    buffers: Buffers
+    count: int = 0
+    replay: Compute | None = None
+
+
+class GraphedBackward:
+    """Forwards and backwards of text micro-batches on one device; the gradients end in .grad, as without it.
+
+    `record` as `cuda_recorder` makes it. `say` is told when a step cannot be recorded.
+    """
+
+    def __init__(self, model: Decoder, *, record: Record, say: Callable[[str], None] = lambda text: None) -> None:
+        self._model, self._record, self._say = model, record, say
+        self._recorders: list[MaxLogitRecorder] = [heads.recorder for heads in find_heads(model).values()]
+        self._shapes: dict[tuple[int, int], _Shape] = {}
+        self._learning: list[nn.Parameter] = []
+        self._gradients: list[Tensor] = []
+        self._maxima: HeldMaxima | None = None
+        self._works = True
+
+    @property
+    def gradients_stay(self) -> bool:
+        """Whether gradients are at the same place in every step from now on."""
+        return self._works and bool(self._gradients)
+
+    def __len__(self) -> int:
+        """Recordings so far."""
+        return sum(shape.replay is not None for shape in self._shapes.values())
+
+    def __call__(self, batches: Sequence[MicroBatch], num_targets: int) -> Iterator[Tensor]:
+        """The summed loss of every micro-batch of a step in nats; gradients of it over `num_targets` into .grad."""
+        if self.gradients_stay:
+            self._place_gradients()
+        for batch in batches:
+            yield self._one(batch, num_targets)
+
+    def _one(self, batch: MicroBatch, num_targets: int) -> Tensor:
+        shape = self._shape_of(batch) if self._works and batch.media is None and not batch.filler else None
+        if shape is None:
+            return backward(self._model, batch, num_targets)
+        shape.buffers.fill(batch, num_targets)
+        shape.count += 1
+        if shape.count <= WARM_UPS:
+            loss = self._computed(shape.buffers)
+            if not self._gradients:
+                self._learning = [parameter for parameter in self._model.parameters() if parameter.grad is not None]
+            return loss
+        if shape.replay is None:
+            shape.replay = self._recorded(shape.buffers)
+        if shape.replay is None:
+            return backward(self._model, batch, num_targets)
+        self._take_maxima()
+        return shape.replay().clone()  # the next replay writes to the same place
+
+    def _shape_of(self, batch: MicroBatch) -> _Shape | None:
+        num_documents = padded_documents(batch.cu_seqlens.numel() - 1)
+        key = batch.tokens_BT.numel(), num_documents
+        if key not in self._shapes and len(self._shapes) < MOST_RECORDINGS:
+            wide = torch.promote_types(self._model.compute_dtype, torch.float32)
+            self._shapes[key] = _Shape(Buffers.like(batch, num_documents, wide))
+        return self._shapes.get(key)
+
+    def _computed(self, buffers: Buffers) -> Tensor:
+        borders = _borders_of_all_layers(buffers.cu_seqlens)
+        loss = self._model.loss(buffers.tokens_1T, buffers.targets_1T, borders)
+        loss.backward(buffers.weight)
+        return loss.detach()
+
+    def _recorded(self, buffers: Buffers) -> Compute | None:
+        """What replays the computation on these buffers; None where it cannot be recorded."""
+        if not self._gradients:
+            self._gradients = [torch.zeros_like(parameter) for parameter in self._learning]
+            self._place_gradients()
+            self._maxima = HeldMaxima(self._recorders)
+        self._take_maxima()
+        maxima = self._maxima
+        assert maxima is not None
+
+        def compute() -> Tensor:
+            loss = self._computed(buffers)
+            maxima.keep()
+            return loss
+
+        try:
+            replay = self._record(compute)
+        except RuntimeError as error:
+            # Nothing of it ran: gradients and maxima are as they were. They no longer have to stay.
+            self._works = False
+            self._shapes, self._gradients = {}, []
+            maxima.point()
+            self._say(f"no CUDA graph of the training step ({_first_line(error)}): it goes on without")
+            return None
+        if not len(self):
+            self._say("from here on steps are CUDA graphs (trainer.cuda_graphs); their activations stay in memory")
+        return replay
+
+    def _take_maxima(self) -> None:
+        assert self._maxima is not None
+        self._maxima.take()
+
+    def _place_gradients(self) -> None:
+        """Gradients go on where they stay: from zero, or from what is there already."""
+        fresh = []
+        for parameter, gradient in zip(self._learning, self._gradients, strict=True):
+            if parameter.grad is None:
+                fresh.append(gradient)
+            elif parameter.grad is not gradient:
+                gradient.copy_(parameter.grad)
+            parameter.grad = gradient
+        if fresh:
+            torch._foreach_zero_(fresh)
+
+
+def _borders_of_all_layers(cu_seqlens: Tensor) -> Tensor:
+    """A copy that lives for a forward and its backward: layers share what they derive from it, also in a graph."""
+    borders = cu_seqlens.clone()
+    if borders.is_cuda and HAS_TRITON:
+        from perilune.kernels.kda.triton_tables import share_tables
+
+        share_tables(borders)
+    return borders
+
+
+def cuda_recorder(device: torch.device) -> Record:
+    """Records CUDA graphs that share memory; they are replayed one after the other on the current stream."""
+    # A stream of its own: PyTorch's for recordings stays on the device it met first.
+    memory, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
+
+    def record(compute: Compute) -> Compute:
+        graph = torch.cuda.CUDAGraph()
+        with recording(graph, device, memory=memory, stream=stream):
+            loss = compute()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return loss
+
+        return replay
+
+    return record
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
