@@ -148,8 +148,9 @@ class Load:
         return seconds, answers
 
     def warm_up(self) -> None:
-        """Every graph that can be needed, and every kernel for prompts."""
+        """As a server warms up; then every graph that can be needed, and every kernel for prompts."""
         began = time.monotonic()
+        print(f"    {self.engine.warm_up()} usual steps recorded after {time.monotonic() - began:.1f} s", flush=True)
         short, long = self.settings.prompts
         for bucket in batch_buckets(self.settings.requests):
             for length in (short // 4 + 1, 3 * long // 4):

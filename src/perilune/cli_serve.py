@@ -109,6 +109,8 @@ def serve_verb(arguments: list[str]) -> None:
     with _waiting(f"reading {folder}", quiet=flags.json):
         loaded = load(folder, device=flags.device, dtype=flags.dtype, name=flags.name, chat=flags.chat)
         engine = _engine(loaded, parsed.engine)
+    with _waiting("recording CUDA graphs", quiet=flags.json or not loaded.model.embed_tokens.weight.is_cuda):
+        engine.warm_up()
     from perilune.serve.api import ServerConfig
     from perilune.serve.async_engine import AsyncEngine
     from perilune.serve.server import serve

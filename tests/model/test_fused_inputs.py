@@ -341,12 +341,12 @@ def test_a_bfloat16_latent_layer_stays_near_float32_repeats_itself_and_compiles(
     exact = all_of_latent(layer, x.requires_grad_(), lambda x: latent_inputs(layer, x))
     half = x.detach().bfloat16().requires_grad_()
     assert layer._takes_inputs_at_once(half, None)
-    ours = all_of_latent(layer, half, layer._inputs_at_once)
+    ours = all_of_latent(layer, half, lambda x: at_once(layer, x))
     for mine, right in zip(ours, exact, strict=True):
         # x, weights, products, the norm and results are each rounded to 8 bits, two products deep.
         assert (mine.float() - right).norm() / right.norm() < 7 * 2**-9 * 2
-    again = all_of_latent(layer, half, layer._inputs_at_once)
-    compiled = all_of_latent(layer, half, torch.compile(layer._inputs_at_once, fullgraph=True))
+    again = all_of_latent(layer, half, lambda x: at_once(layer, x))
+    compiled = all_of_latent(layer, half, torch.compile(lambda x: at_once(layer, x), fullgraph=True))
     assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(ours, again, compiled, strict=True))
 
 

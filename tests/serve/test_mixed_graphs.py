@@ -12,7 +12,7 @@ from torch import Tensor
 
 import perilune.serve.mixed_graphs as mixed_graphs
 from perilune.model.paged import LatentPool, PagedBatch, StatePool
-from perilune.serve.mixed_graphs import MixedGraphs, growing, token_buckets
+from perilune.serve.mixed_graphs import MixedGraphs, growing, key_buckets, token_buckets
 from perilune.serve.plan import Share, StepPlan
 from perilune.serve.runner import Runner
 from tests.serve.engines import SMALL, answers, ask, generated, make_engine, tokens
@@ -211,6 +211,7 @@ def test_buckets_grow_to_the_sizes_of_the_engine() -> None:
     assert token_buckets(16) == (64,)
     assert all(size % 4 == 0 for most in range(1, 9000, 77) for size in token_buckets(most))
     assert growing(8, 40, factor=4) == (8, 32, 40)
+    assert key_buckets(64) == key_buckets(2048) == (2048, 16_384) and key_buckets(4096) == (4096, 16_384)
     assert growing(8, 1, factor=4) == (8,)
     assert growing(2048, 16_384, factor=4) == (2048, 8192, 16_384)
     with pytest.raises(ValueError, match="most is 0, expected at least 1"):
@@ -222,12 +223,12 @@ def test_a_step_gets_the_smallest_bucket_that_holds_it() -> None:
     fresh = [share(0, 0, tuple(range(60))), share(1, 0, (1, 2, 3, 4, 5))]
     bucket = graphs.bucket([], fresh, [])
     assert bucket is not None
-    assert (bucket.tokens, bucket.runs, bucket.decodes, bucket.keys, bucket.width) == (128, 4, 0, 128, 0)
+    assert (bucket.tokens, bucket.runs, bucket.decodes, bucket.keys, bucket.width) == (128, 8, 0, 2048, 0)
     decodes = [replace(share(2, 30, (1,)), slot=place) for place in range(9)]
     later = [share(0, 100, tuple(range(60)))]
     bucket = graphs.bucket(decodes, later, [np.arange(20)] * 9)
     assert bucket is not None
-    assert (bucket.tokens, bucket.runs, bucket.decodes, bucket.keys, bucket.width) == (64, 4, 32, 256, 64)
+    assert (bucket.tokens, bucket.runs, bucket.decodes, bucket.keys, bucket.width) == (64, 8, 40, 2048, 64)
     assert graphs.bucket(decodes, later * 41, [np.arange(20)] * 9) is None
     assert graphs.bucket(decodes * 5, later, [np.arange(20)] * 45) is None
     assert graphs.bucket([], [share(0, 16_350, tuple(range(40)))], []) is None
@@ -284,6 +285,22 @@ def test_a_bucket_is_recorded_when_it_is_asked_for_again(on_paper: list[Exceptio
         assert (rows is not None) == is_recorded
         assert rows is None or rows.tolist() == [[length - 1]]
     assert len(graphs) == 2
+
+
+def test_usual_steps_are_recorded_before_anybody_asks(on_paper: list[Exception]) -> None:
+    graphs = graphs_of(capture=True)
+    graphs.record_usual()
+    assert len(graphs) == len(graphs.token_buckets) * len(graphs.decode_buckets) <= mixed_graphs.MOST_RECORDINGS
+    decode = replace(share(2, 30, (1,)), slot=7)
+    for decodes in ([], [decode] * 9):
+        for length in (2, 70, 300, 1999):
+            chunk = share(0, 0, tuple(range(length)))
+            rows = graphs.run(decodes, [chunk], [np.arange(20)] * len(decodes), wanted=[len(decodes) + length - 1])
+            assert rows is not None and rows.tolist() == [[length - 1]]
+    assert len(graphs) == len(graphs.token_buckets) * len(graphs.decode_buckets)
+    few = graphs_of(capture=True, most_recordings=2)
+    few.record_usual()
+    assert len(few) == 2
 
 
 def test_recordings_go_on_when_there_is_no_memory_for_more(on_paper: list[Exception]) -> None:

@@ -218,6 +218,29 @@ def test_replayed_steps_with_chunks_give_the_logits_of_steps_without_graphs(
 
 
 @pytest.mark.gpu
+def test_usual_steps_are_recorded_ahead_and_change_no_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = replace(BASE, compute_dtype="bfloat16")
+    graphs = mixed_runner(Decoder(config, seed=0).cuda())
+    plain = mixed_runner(Decoder(config, seed=0).cuda(), use_graphs=False)
+    check_noise(apart(graphs, plain, 10), "before")
+    load = Load(done=[100] * PLACES)
+    plan = StepPlan(shares=tuple(load._share(place, 1) for place in range(PLACES)))
+    for runner in (graphs, plain):
+        for slot in range(PLACES):
+            runner.clear_state(slot)
+    before = graphs.run(plan)
+    for slot in range(PLACES):
+        graphs.clear_state(slot)
+    recorded = graphs.record_usual_steps()
+    assert recorded == len(graphs._graphs) + len(graphs._mixed_graphs) > 2
+    assert torch.equal(graphs.run(plan), before)
+    seen = replays(graphs, monkeypatch)
+    check_noise(apart(graphs, plain), "after")
+    assert all(seen)
+    assert len(graphs._graphs) + len(graphs._mixed_graphs) == recorded
+
+
+@pytest.mark.gpu
 def test_recordings_that_give_way_to_others_leave_the_rest_right(monkeypatch: pytest.MonkeyPatch) -> None:
     config = replace(BASE, compute_dtype="bfloat16")
     graphs = mixed_runner(Decoder(config, seed=0).cuda())

@@ -2,6 +2,7 @@
 
 Runs that share a card say nothing about their arm's speed, so speeds are measured apart: a few dozen training steps of
 each arm on real rows, the arms of a rung in turns and several times over, so that a drift of the machine meets all.
+Steps are those of the training loop: rows are packed ahead, and what can be a CUDA graph is one.
 
     LADDER/speeds.json    {"speeds": {RUNG: {ARM: [tokens/s, ...]}}, "environment": {...}}
 """
@@ -19,12 +20,13 @@ import torch
 from perilune.ladder import cost
 from perilune.ladder.design import Cell, Ladder
 from perilune.ladder.results import Result, Speeds, write_json
-from perilune.train import RunConfig
-from perilune.train.batches import DataConfig, RunData, micro_batches, open_data
+from perilune.train import RunConfig, graphed
+from perilune.train.batches import DataConfig, Packed, RunData, fused_packed, open_data
 from perilune.train.environment import describe_environment
 from perilune.train.optimizer import build_optimization
 from perilune.train.run_folder import RunError, build_model
 from perilune.train.step import forward_backward
+from perilune.train.steps_ahead import StepsAhead
 
 FILE = "speeds.json"
 
@@ -36,23 +38,26 @@ def measure_speed(
     data = data or open_data(config.data, seed=config.seed)
     model = build_model(config, device).train()
     optimization = build_optimization(model, config.optimizer)
-    seconds, rows = [], config.trainer.global_batch_rows
-    for step in range(warmup + steps):
-        began = _now(device)
-        batches = list(
-            micro_batches(
-                data.train,
-                first_row=step * rows,
-                rows=rows,
-                micro_batch_rows=config.trainer.micro_batch_rows,
-                device=device,
-            )
-        )
-        forward_backward(model, batches, sum(batch.num_targets for batch in batches))
-        optimization.clip_gradients(config.trainer.grad_clip)
-        optimization.step()
-        model.after_optimizer_step()
-        seconds.append(_now(device) - began)
+    graphs = None
+    if graphed.why_not(config, model, data, device) is None:
+        graphs = graphed.GraphedBackward(model, record=graphed.cuda_recorder(device))
+        warmup = max(warmup, graphed.WARM_UPS + 3)  # backward is recorded first, then the optimizer's step
+    seconds, rows, size = [], config.trainer.global_batch_rows, config.trainer.micro_batch_rows
+
+    def packed(first_row: int) -> list[Packed]:
+        return list(fused_packed(data, None, first_row=first_row, rows=rows, micro_batch_rows=size))
+
+    with StepsAhead(packed, in_background=device.type == "cuda") as ahead:
+        for step in range(warmup + steps):
+            began = _now(device)
+            batches = [each.on(device) for each in ahead.take(step * rows, then=(step + 1) * rows)]
+            targets = sum(batch.num_targets for batch in batches)
+            losses = forward_backward(model, batches, targets, graphed=graphs)
+            norm = optimization.clip_gradients(config.trainer.grad_clip)
+            torch.cat([losses, norm.double()[None]]).tolist()  # the loop's own wait for the device
+            optimization.step(gradients_stay=graphs is not None and graphs.gradients_stay)
+            model.after_optimizer_step()
+            seconds.append(_now(device) - began)
     return cost.tokens_per_step(config) / statistics.median(seconds[warmup:])
 
 

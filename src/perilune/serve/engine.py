@@ -368,6 +368,13 @@ class Engine:
         self._scheduler = self._new_scheduler()
         return outputs
 
+    def warm_up(self) -> int:
+        """Compile kernels and record CUDA graphs before there are requests, so that nobody waits for that later: some
+        seconds on a GPU. Returns how many graphs there are; elsewhere there is nothing to do."""
+        if self._runner.device.type != "cuda":
+            return 0
+        return self._runner.record_usual_steps()
+
     def probe(self) -> None:
         """Compute one token, to see that it can; raises what is in the way. For an engine without requests."""
         assert not self.has_work

@@ -3,8 +3,9 @@
 A decoding step of a small batch takes the host longer to launch than the device to run. A graph launches it at once,
 but only with the shapes and addresses it was recorded with. So the numbers of a step are copied into buffers that stay
 where they are, the batch is filled up to the next bucket (1, 2, 4, 8, 16, ...) with padding rows, and the table of
-pages to the next width (a power of four). A graph is recorded when its bucket is first needed, after running it twice
-on padding alone, which compiles every kernel and changes no page or slot.
+pages to the next width (a power of four). A graph is recorded when its bucket is first needed, or before there are
+requests (`record_usual`), after running it twice on padding alone, which compiles every kernel and changes no page or
+slot.
 
 With `capture=False` the same padded step runs without a graph: what tests compare on a CPU.
 """
@@ -23,6 +24,7 @@ from perilune.model.paged import PagedBatch
 from perilune.model.paged_batch import Run, decode_batch, decode_numbers
 
 SMALLEST_WIDTH = 16
+USUAL_WIDTHS = (SMALLEST_WIDTH, 4 * SMALLEST_WIDTH)
 WARM_UPS = 2
 RECORDING = threading.Lock()
 """Engines of one process (a policy and its frozen workers) record one at a time: PyTorch has one stream for it."""
@@ -102,6 +104,13 @@ class DecodeGraphs:
         recording.graph.replay()
         assert recording.output is not None
         return recording.output[: len(runs)]
+
+    def record_usual(self) -> None:
+        """Every number of sequences, none of them long."""
+        for batch in self.buckets:
+            for width in USUAL_WIDTHS:
+                if (batch, width) not in self._recordings:
+                    self._recordings[batch, width] = self._record(batch, width)
 
     def _fill(
         self, recording: _Recording, runs: Sequence[Run], pages: Sequence[np.ndarray], late_ids: Tensor | None

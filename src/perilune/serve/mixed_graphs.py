@@ -5,14 +5,16 @@ thousands of tokens. Here such a step gets the shape of a bucket (model/padded_b
 often becomes a graph:
 
     tokens of chunks T     64, 128, ... powers of two up to the most that a step may have; from 1,024 on halfway as well
-    decodes D              0, 8, 32, 128, ... up to the most sequences
-    chunks N               4, 16, 64, ... up to the most sequences
-    keys of all chunks S   T, 4 T, 16 T, ... up to MOST_JOINED_KEYS (T where all prompts are at their beginning)
-    columns of the table   as in graphs.py
+    decodes D              0, 8, 64, 512, ... up to the most sequences
+    chunks N               8, 64, 512, ... up to the most sequences
+    keys of all chunks S   2,048 (or T), 16,384, up to MOST_JOINED_KEYS
+    columns of the table   as in graphs.py, but at least 64
 
-A graph is recorded when its bucket is asked for the second time: a shape that comes once is not worth it. At most
-MOST_RECORDINGS are kept, and the one unused for longest goes. They share one pool of memory and one output: a step has
-to be over, in the order of the stream, before the next begins.
+Only T is fine: what is padded elsewhere costs the device little, and every recording stops the server for some 0.1 s.
+The usual ones are made before there are requests (`record_usual`); another is recorded when its bucket is asked for the
+second time, since a shape that comes once is not worth it. At most MOST_RECORDINGS are kept, and the one unused for
+longest goes. They share one pool of memory and one output: a step has to be over, in the order of the stream, before
+the next begins.
 
 What runs without a graph: steps whose chunks have more keys or tokens than that, see pictures or want all their rows
 (the runner looks); models in which the host has to know lengths (`why_not`), which are those with latents in float32
@@ -41,10 +43,13 @@ from perilune.model.paged import PagedBatch, PagedCache, StatePool
 from perilune.model.paged_batch import MOST_JOINED_KEYS, Run
 from perilune.serve.graphs import copy_numbers, copy_pages, recorded, width_of
 
-FEWEST_TOKENS, FEWEST_DECODES, FEWEST_RUNS = 64, 8, 4
+FEWEST_TOKENS, FEWEST_DECODES, FEWEST_RUNS, FEWEST_KEYS = 64, 8, 8, 2048
+NARROWEST = 64
+GROWTH = 8
+"""Of everything but tokens, from one bucket to the next."""
 MANY_TOKENS = 1024
 """From here on padding costs the device more than another recording is worth."""
-MOST_RECORDINGS = 32
+MOST_RECORDINGS = 96
 PATIENCE = 2
 """How often a bucket is asked for before it is recorded."""
 
@@ -65,6 +70,11 @@ def token_buckets(most: int) -> tuple[int, ...]:
     sizes = growing(FEWEST_TOKENS, most, factor=2)
     halfway = [(small + large) // 2 for small, large in pairwise(sizes) if small >= MANY_TOKENS]
     return tuple(sorted((*sizes, *halfway)))
+
+
+def key_buckets(tokens: int) -> tuple[int, ...]:
+    """Of steps with up to `tokens` tokens in chunks."""
+    return growing(max(tokens, min(FEWEST_KEYS, MOST_JOINED_KEYS)), MOST_JOINED_KEYS, factor=GROWTH)
 
 
 def why_not(model: Decoder, cache: PagedCache) -> str | None:
@@ -114,8 +124,8 @@ class MixedGraphs:
     ) -> None:
         """max_tokens: of the chunks of one step. has_latents: some layer keeps them, so that chunks have keys."""
         self.token_buckets = token_buckets(max_tokens)
-        self.decode_buckets = (0, *growing(FEWEST_DECODES, max_sequences, factor=4))
-        self.run_buckets = growing(FEWEST_RUNS, max_sequences, factor=4)
+        self.decode_buckets = (0, *growing(FEWEST_DECODES, max_sequences, factor=GROWTH))
+        self.run_buckets = growing(FEWEST_RUNS, max_sequences, factor=GROWTH)
         self._step, self._device, self._capture = step, device, capture
         self._scratch = {"page_size": page_size, "scratch_row": scratch_row, "scratch_slot": scratch_slot}
         self._has_latents = has_latents
@@ -140,11 +150,22 @@ class MixedGraphs:
         keys, width = 0, 0
         if self._has_latents:
             needed = sum(run.start + len(run.tokens) for run in chunks)
-            found = _fitting(needed, growing(tokens, MOST_JOINED_KEYS, factor=4))
+            found = _fitting(needed, key_buckets(tokens))
             if needed > MOST_JOINED_KEYS or found is None:
                 return None
-            keys, width = found, width_of(max(map(len, pages))) if pages else 0
+            keys, width = found, max(width_of(max(map(len, pages))), NARROWEST) if pages else 0
         return Bucket(tokens=tokens, runs=runs, decodes=most_decodes, keys=keys, width=width)
+
+    def record_usual(self) -> None:
+        """Steps of any number of tokens with any number of decodes: few prompts, not far from their beginning."""
+        for tokens in self.token_buckets:
+            keys = key_buckets(tokens)[0] if self._has_latents else 0
+            for decodes in self.decode_buckets:
+                width = NARROWEST if decodes and self._has_latents else 0
+                bucket = Bucket(tokens=tokens, runs=self.run_buckets[0], decodes=decodes, keys=keys, width=width)
+                if len(self) < self._most_recordings:
+                    self._asked[bucket] = PATIENCE
+                    self._recording(bucket)
 
     def run(
         self,

@@ -103,6 +103,14 @@ class Runner:
                     has_latents=self.cache.num_pages > 0, **common,
                 )  # fmt: skip
 
+    @torch.inference_mode()
+    def record_usual_steps(self) -> int:
+        """Make the graphs that most requests will need, before there are any; returns how many there are then."""
+        graphs = [each for each in (self._graphs, self._mixed_graphs) if each is not None]
+        for each in graphs:
+            each.record_usual()
+        return sum(map(len, graphs))
+
     def run(self, plan: StepPlan, late_ids: Tensor | None = None) -> Tensor:
         """Logits [rows wanted, vocabulary], at least float32, on the device, in the order of the plan's shares.
 
