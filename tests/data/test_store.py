@@ -154,6 +154,32 @@ def test_a_tokenizer_is_trained_once_however_many_ask(tmp_path: Path, monkeypatc
     assert len(trained) == 1
 
 
+def test_a_builder_is_alone_however_many_wait(tmp_path: Path) -> None:
+    inside, most = [], []
+
+    def build(_: int) -> None:
+        with turn(tmp_path / "entry"):
+            inside.append(1)
+            most.append(len(inside))
+            time.sleep(0.002)
+            inside.pop()
+
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(build, range(60)))
+    assert max(most) == 1 and not list(tmp_path.iterdir())
+
+
+def test_who_stops_waiting_leaves_the_lock_to_its_holder(tmp_path: Path) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with turn(tmp_path / "entry"):
+        with pytest.raises(KeyboardInterrupt), turn(tmp_path / "entry", on_wait=interrupted):
+            raise AssertionError("somebody else builds")
+        assert [path.name for path in tmp_path.iterdir()] == ["entry.lock"]
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_cache_that_cannot_be_locked_is_built_all_the_same(tokenizer, tmp_path: Path, monkeypatch) -> None:
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import perilune.serve.mixed_graphs as mixed_graphs
 from perilune.model.paged import LatentPool, PagedBatch, StatePool
+from perilune.model.paged_batch import MOST_JOINED_KEYS
 from perilune.serve.mixed_graphs import MixedGraphs, growing, key_buckets, token_buckets
 from perilune.serve.plan import Share, StepPlan
 from perilune.serve.runner import Runner
@@ -309,11 +310,26 @@ def test_recordings_go_on_when_there_is_no_memory_for_more(on_paper: list[Except
     for chunks in (small, small, large):
         graphs.run([], chunks, [], wanted=[1])
     on_paper.append(torch.cuda.OutOfMemoryError("for a test"))
-    with pytest.warns(UserWarning, match="no memory is left to record a step of 128 tokens.*lower memory_gib"):
+    with pytest.warns(UserWarning, match="no step of 128 tokens could be recorded .for a test.: .*lower memory_gib"):
         assert graphs.run([], large, [], wanted=[1]) is None
     assert graphs.run([], large, [], wanted=[1]) is None  # not tried again
     rows = graphs.run([], small, [], wanted=[2])
     assert rows is not None and rows.tolist() == [[3]]
+
+
+def test_a_recording_that_breaks_is_not_tried_again(on_paper: list[Exception]) -> None:
+    graphs = graphs_of(capture=True)
+    on_paper.append(RuntimeError("capture was invalidated"))
+    chunks = [share(0, 0, (1, 2, 3))]
+    assert graphs.run([], chunks, [], wanted=[1]) is None
+    with pytest.warns(UserWarning, match="could be recorded .capture was invalidated."):
+        assert graphs.run([], chunks, [], wanted=[1]) is None
+    assert graphs.run([], chunks, [], wanted=[1]) is None and len(graphs) == 0
+
+
+def test_steps_with_more_keys_than_are_joined_have_no_buckets() -> None:
+    assert graphs_of(max_tokens=65_536).token_buckets[-1] == MOST_JOINED_KEYS
+    assert graphs_of(max_tokens=65_536, has_latents=False).token_buckets[-1] == 65_536
 
 
 def test_late_ids_of_an_earlier_step_are_not_read_again() -> None:

@@ -77,10 +77,14 @@ def rotation(config: RopeConfig, positions: Tensor, dim: int) -> tuple[Tensor, T
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
-    """Rotate x [..., heads, dim] by cos, sin [..., dim / 2]. Pairs leave as halves, in q and k alike."""
-    cos, sin = cos[..., None, :].to(x.dtype), sin[..., None, :].to(x.dtype)
+    """Rotate x [..., heads, dim] by cos, sin [..., dim / 2]. Pairs leave as halves, in q and k alike.
+
+    In at least float32, as the fused inputs of training do it, so that a server rounds no other way than a trainer.
+    """
+    dtype, wide = x.dtype, torch.promote_types(x.dtype, torch.float32)
+    x, cos, sin = x.to(wide), cos[..., None, :].to(wide), sin[..., None, :].to(wide)
     if interleaved:
         first, second = x[..., 0::2], x[..., 1::2]
     else:
         first, second = x.chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(dtype)

@@ -48,6 +48,8 @@ def recording(
     Recordings that share `memory`, a graph_pool_handle, share it on one `stream` only.
     """
     memory = torch.cuda.graph_pool_handle() if memory is None else memory
+    # PyTorch's own stream stays on the device that it met first, and would record nothing of another.
+    stream = torch.cuda.Stream(device) if stream is None else stream
     # A graph records a stream of the current device: what runs on another would run now, and never again. By thread:
     # another one may take memory meanwhile, which would break a recording of all threads.
     with torch.cuda.device(device), torch.cuda.stream(torch.cuda.current_stream(device)):

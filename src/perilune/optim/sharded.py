@@ -99,6 +99,11 @@ class ShardedMuonClip(MuonClip):
                 self._owned[self._muon_numbers[matrix.parameter]].append(matrix.box)
         self._buckets: dict[frozenset[int], list[Bucket]] = {}
         self._gradients_at_owners = False
+        # Asked for every parameter in every step, on a host that has better things to do.
+        self._of_muon = tuple(not isinstance(entry.layout, Adam) for entry in plan)
+        self._whole_everywhere = tuple(
+            all(box == whole_box(placed.shape) for box in placed.boxes) for placed in self._placed
+        )
         super().__init__(plan, lr=lr, per_head=per_head, **options)
 
     @classmethod
@@ -283,9 +288,7 @@ class ShardedMuonClip(MuonClip):
                 spread.append(gradient)
         device = local_part(self._planned[0].parameter).device
         norm = torch.nn.utils.get_total_norm(alike) if alike else torch.zeros((), device=device)
-        some_spread = any(
-            self._is_at_owners(number) or not self._is_whole_everywhere(number) for number in range(len(self._planned))
-        )
+        some_spread = not all(self._whole_everywhere) or any(map(self._is_at_owners, range(len(self._planned))))
         if self.world > 1 and (some_spread or sums):
             square = (
                 torch.stack([each.double() for each in torch._foreach_norm(spread)]).square().sum() if spread else 0.0
@@ -393,11 +396,10 @@ class ShardedMuonClip(MuonClip):
     # A parameter's place: its number in the plan of all, its index among Muon's, and what this rank has of it
 
     def _is_muon(self, number: int) -> bool:
-        return not isinstance(self._planned[number].layout, Adam)
+        return self._of_muon[number]
 
     def _is_whole_everywhere(self, number: int) -> bool:
-        placed = self._placed[number]
-        return all(box == whole_box(placed.shape) for box in placed.boxes)
+        return self._whole_everywhere[number]
 
     def _is_at_owners(self, number: int) -> bool:
         return self._gradients_at_owners and self._is_muon(number) and self._placed[number].is_replicated

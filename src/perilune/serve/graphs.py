@@ -13,6 +13,7 @@ With `capture=False` the same padded step runs without a graph: what tests compa
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -22,12 +23,15 @@ from torch import Tensor
 
 from perilune.model.paged import PagedBatch
 from perilune.model.paged_batch import Run, decode_batch, decode_numbers
+from perilune.optim.capture import recording as on_device
 
 SMALLEST_WIDTH = 16
 USUAL_WIDTHS = (SMALLEST_WIDTH, 4 * SMALLEST_WIDTH)
 WARM_UPS = 2
 RECORDING = threading.Lock()
-"""Engines of one process (a policy and its frozen workers) record one at a time: PyTorch has one stream for it."""
+"""Engines of one process (a policy and its frozen workers) record one at a time."""
+_STREAMS: dict[torch.device, torch.cuda.Stream] = {}
+"""For recordings, one a device: PyTorch's own stays on the device it met first, and would record nothing of another."""
 
 
 def batch_buckets(max_sequences: int) -> tuple[int, ...]:
@@ -134,9 +138,13 @@ class DecodeGraphs:
             late_ids=torch.zeros(self.buckets[-1], dtype=torch.long, device=self._device),
         )
         if self._capture:
-            recording.graph, recording.output = recorded(
-                lambda: self._padded(recording), device=self._device, memory=self._memory
-            )
+            try:
+                recording.graph, recording.output = recorded(
+                    lambda: self._padded(recording), device=self._device, memory=self._memory
+                )
+            except RuntimeError as error:  # of memory too; the padded step runs without a graph all the same
+                self._capture = False
+                warnings.warn(f"new shapes of decodes run without CUDA graphs from now on: {error}", stacklevel=2)
         return recording
 
 
@@ -155,9 +163,11 @@ def recorded(
             step()
     torch.cuda.current_stream(device).wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    # By thread: a learner may take memory in another one meanwhile, which would break a recording of all threads.
-    with RECORDING, torch.cuda.graph(graph, pool=memory, capture_error_mode="thread_local"):
-        output = step()
+    with RECORDING:
+        if device not in _STREAMS:
+            _STREAMS[device] = torch.cuda.Stream(device)
+        with on_device(graph, device, memory=memory, stream=_STREAMS[device]):
+            output = step()
     return graph, output
 
 

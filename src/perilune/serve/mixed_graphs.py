@@ -41,7 +41,7 @@ from perilune.model.mla import LatentAttention
 from perilune.model.padded_batch import Bucket, padded_batch, padded_numbers
 from perilune.model.paged import PagedBatch, PagedCache, StatePool
 from perilune.model.paged_batch import MOST_JOINED_KEYS, Run
-from perilune.serve.graphs import copy_numbers, copy_pages, recorded, width_of
+from perilune.serve.graphs import RECORDING, copy_numbers, copy_pages, recorded, width_of
 
 FEWEST_TOKENS, FEWEST_DECODES, FEWEST_RUNS, FEWEST_KEYS = 64, 8, 8, 2048
 NARROWEST = 64
@@ -123,7 +123,7 @@ class MixedGraphs:
         most_recordings: int = MOST_RECORDINGS,
     ) -> None:
         """max_tokens: of the chunks of one step. has_latents: some layer keeps them, so that chunks have keys."""
-        self.token_buckets = token_buckets(max_tokens)
+        self.token_buckets = token_buckets(min(max_tokens, MOST_JOINED_KEYS) if has_latents else max_tokens)
         self.decode_buckets = (0, *growing(FEWEST_DECODES, max_sequences, factor=GROWTH))
         self.run_buckets = growing(FEWEST_RUNS, max_sequences, factor=GROWTH)
         self._step, self._device, self._capture = step, device, capture
@@ -206,18 +206,20 @@ class MixedGraphs:
         if self._capture and (self._is_full or self._asked[bucket] < PATIENCE):
             return None
         if len(self._recordings) >= self._most_recordings:
-            if self._capture:
-                torch.cuda.synchronize(self._device)  # the oldest may still be running
-            oldest, _ = self._recordings.popitem(last=False)
+            with RECORDING:  # neither may happen while another engine records: it would break both
+                if self._capture:
+                    torch.cuda.synchronize(self._device)  # the oldest may still be running
+                oldest = next(iter(self._recordings))
+                del self._recordings[oldest]
             self._asked[oldest] = 0
         recording = self._new(bucket)
         try:
             self._record(recording)
-        except torch.cuda.OutOfMemoryError:
+        except RuntimeError as error:
             self._is_full = True
             warnings.warn(
-                f"no memory is left to record a step of {bucket.tokens} tokens: new shapes of steps run without CUDA "
-                "graphs from now on, which is slower; lower memory_gib or token_budget",
+                f"no step of {bucket.tokens} tokens could be recorded ({error}): new shapes of steps run without CUDA "
+                "graphs from now on, which is slower; where memory is short, lower memory_gib or token_budget",
                 stacklevel=2,
             )
             return None

@@ -12,7 +12,8 @@ There is a recording for every (tokens, documents) that comes; its first micro-b
 buffers, which compiles every kernel. All recordings share one piece of memory: their activations, kept until the end.
 The numbers are those of the step without graphs: the same kernels in the same order. (Of a KDA layer with heads of 64
 or 128 on a GPU, gradients of A_log and dt_bias are sums over chunks, into which empty documents bring zeros: there the
-last bit may be another.)
+last bit may be another. And into how many pieces KDA cuts long documents depends on their number, the empty ones
+included: where it cuts them, the forward may differ in the last bits too.)
 
 A step that cannot be recorded goes on without a graph, and says so once. When there is none to begin with is up to
 `why_not`. `record` is the seam: tests on a CPU give one that runs the same code every time.
