@@ -1,4 +1,4 @@
-"""What a run pays for being safe and for being spread: checkpoints, activation checkpointing, FSDP2 on one rank.
+"""What a run pays for being safe and for being spread: checkpoints, activation checkpointing, one rank of many.
 
     python benchmarks/checkpoint_overhead.py                                      a minute on two cores
     python benchmarks/checkpoint_overhead.py --device cuda --recipe small --precision bf16 --seq-len 4096
@@ -9,7 +9,8 @@ Steps are those of the training loop on random tokens: forward, backward, clippi
     saves       how long the loop waits for a save that it makes itself, and for one that a thread makes from a copy;
                 how long that thread writes, and how much slower steps are meanwhile
     recompute   activation checkpointing: none, selective, full; time of a step and what the backward pass keeps
-    fsdp        the loop under torch.distributed with one rank (FSDP2, Distributed MuonClip) against the plain loop
+    fsdp        the loop under torch.distributed with one rank against the plain loop: Distributed MuonClip; a rank that
+                shares with nobody keeps its parameters as they are, without FSDP2
 
 Variants take turns, so that a machine that slows down slows all of them; times are medians. Writes one JSON file, which
 also has the load of the machine: beside other work the small differences mean nothing.
@@ -340,7 +341,7 @@ def rows_of(result: dict[str, Any]) -> Sequence[tuple[str, str]]:
         rows.append((f"recompute {how}", f"{_milliseconds(cost['step_s'])} ({cost['slower_by']:+.1%}), {kept}"))
     if (fsdp := result.get("fsdp")) is not None:
         rows.append(("plain loop", _milliseconds(fsdp["plain_step_s"])))
-        rows.append(("FSDP2, one rank", f"{_milliseconds(fsdp['fsdp_step_s'])} ({fsdp['slower_by']:+.1%})"))
+        rows.append(("spread over one rank", f"{_milliseconds(fsdp['fsdp_step_s'])} ({fsdp['slower_by']:+.1%})"))
         for part, seconds in fsdp["parts_s"]["fsdp"].items():
             plain = fsdp["parts_s"]["plain"][part]
             rows.append((f"  {part}, alone", f"{_milliseconds(plain)} -> {_milliseconds(seconds)}"))

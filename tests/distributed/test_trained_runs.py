@@ -5,9 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+from perilune.model import Decoder
 from perilune.train import RunConfig
-from perilune.train.parallel import ParallelConfig
+from perilune.train.parallel import ParallelConfig, parallelize
+from tests.distributed.gloo import run
 from tests.distributed.trained_runs import (
     clipped_heads,
     imbalances_of,
@@ -60,11 +63,22 @@ def alone(cache, tmp_path_factory) -> dict[str, Path]:
 
 @pytest.mark.parametrize("kind", ["text", "pictures"])
 def test_a_world_of_one_rank_has_the_numbers_of_the_plain_process(alone, cache, tmp_path, kind):
-    # FSDP and Distributed MuonClip with nobody to talk to: the same operations in the same order.
+    # Distributed MuonClip with nobody to talk to, parameters as they are: the same operations in the same order.
     trained(RUNS[kind](cache), tmp_path, world=1)
     assert losses_of(tmp_path / "tiny") == losses_of(alone[kind])
     assert validations_of(tmp_path / "tiny") == validations_of(alone[kind])
     assert clipped_heads(tmp_path / "tiny") == clipped_heads(alone[kind])
+
+
+def kinds_of_parameters(rank: int) -> set[str]:
+    model = Decoder(MODEL, seed=0)
+    parallelize(model, ParallelConfig(), device_type="cpu", world_size=dist.get_world_size())
+    return {type(parameter).__name__ for parameter in model.parameters() if parameter.ndim > 0}
+
+
+@pytest.mark.parametrize("world,kinds", [(1, {"Parameter"}), (2, {"DTensor"})])
+def test_a_rank_that_shares_with_nobody_keeps_its_parameters_as_they_are(world, kinds):
+    assert run(world, kinds_of_parameters) == [kinds] * world
 
 
 @pytest.mark.parametrize(

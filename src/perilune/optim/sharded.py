@@ -385,7 +385,7 @@ class ShardedMuonClip(MuonClip):
 
     def _keeps_owned(self, parameter: nn.Parameter) -> bool:
         number = self._numbers[parameter]
-        return self._is_muon(number) and self._placed[number].is_replicated
+        return self.world > 1 and self._is_muon(number) and self._placed[number].is_replicated
 
     def _new_momentum(self, parameter: nn.Parameter) -> OwnedMomentum:
         dtype = torch.promote_types(parameter.dtype, torch.float32)
