@@ -111,16 +111,15 @@ def _refined(loss: Array, design: Array, parameters: Array, *, free: bool) -> Ar
     for _ in range(_MAX_STEPS):
         reducible = np.exp(design @ parameters[1:])
         residuals = loss - parameters[0] - reducible
-        pull = residuals.sum()  # the way the floor wants to go
-        is_held = not free or (parameters[0] <= 0 and pull <= 0) or (parameters[0] >= highest and pull >= 0)
-        first = 1 if is_held else 0
-        jacobian = np.concatenate([np.ones((len(loss), 1)), reducible[:, None] * design], axis=1)[:, first:]
+        jacobian = np.concatenate([np.ones((len(loss), 1)), reducible[:, None] * design], axis=1)
         scale = np.sqrt((jacobian * jacobian).sum(axis=0))
-        left, singular, right = np.linalg.svd(jacobian / scale, full_matrices=False)
-        projected = left.T @ residuals
+        is_held = not free
         while True:
-            step = np.zeros_like(parameters)
-            step[first:] = right.T @ (projected * singular / (singular**2 + damping)) / scale
+            step = _step(jacobian / scale, residuals, damping, held=is_held) / scale
+            if not is_held and ((parameters[0] <= 0 and step[0] < 0) or (parameters[0] >= highest and step[0] > 0)):
+                # On the border, and on its way out: the others move alone.
+                is_held = True
+                continue
             trial = parameters + step
             if not is_held and not 0 <= trial[0] <= highest:
                 # Shortened to end on the border; from there on the others move alone.
@@ -133,13 +132,23 @@ def _refined(loss: Array, design: Array, parameters: Array, *, free: bool) -> Ar
             damping = max(10 * damping, 1e-12)
             if damping > 1e8:
                 return parameters
-        is_small = np.abs(step[first:] * scale).max() <= 1e-11 * np.abs(parameters[first:] * scale).max()
+        first = 1 if is_held else 0
+        is_small = np.abs((step * scale)[first:]).max() <= 1e-11 * np.abs((parameters * scale)[first:]).max()
         is_flat = cost - trial_cost <= 1e-13 * cost and damping < 1e-7
         parameters, cost = trial, trial_cost
         damping = damping / 10 if damping > 1e-15 else 0.0
         if is_small or is_flat:
             break
     return parameters
+
+
+def _step(jacobian: Array, residuals: Array, damping: float, *, held: bool) -> Array:
+    """The damped step towards smaller residuals, column by column; `held`: the first stays where it is."""
+    first = 1 if held else 0
+    left, singular, right = np.linalg.svd(jacobian[:, first:], full_matrices=False)
+    step = np.zeros(jacobian.shape[1])
+    step[first:] = right.T @ ((left.T @ residuals) * singular / (singular**2 + damping))
+    return step
 
 
 def _pseudo_inverse(jacobian: Array) -> Array:
