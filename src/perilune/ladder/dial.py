@@ -22,7 +22,8 @@ width, without the embedding:
     decay          the last fifth of a horizon     between OLMo's tenth and MiniCPM's (arXiv 2404.06395) tenth to fifth
     validation     1024 rows, a million tokens     the same for all arms and seeds
 
-Measured so far: MuonClip's best learning rate at d = 256 is the dial's (benchmarks/results/ladder/muon/sweep).
+Measured so far: MuonClip's best learning rate at d = 256 is the dial's, without positions
+(benchmarks/results/ladder/no_positions/sweep).
 """
 
 from __future__ import annotations

@@ -53,8 +53,8 @@ def shard_data(
     """Shard the parameters in place over `mesh`, those of routed experts over `expert_mesh`.
 
     Both are 1-D, or 2-D with copies first (HSDP). param_dtype None: weights travel in the dtype they have. A rank that
-    shares with nobody keeps its parameters as they are: FSDP2 would copy each of them for nobody's sake, which cost one
-    GPU 7% of its time.
+    shares with nobody keeps its parameters as they are: FSDP2 would copy each of them for nobody's sake. (A loop with
+    it took one GPU 7.4% longer, not all of it for that.)
     """
     if mesh.size() == expert_mesh.size() == 1:
         return
