@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import perilune.serve.graphs as graphs
 import perilune.serve.mixed_graphs as mixed_graphs
 from perilune.model.paged import LatentPool, PagedBatch, StatePool
 from perilune.model.paged_batch import MOST_JOINED_KEYS
@@ -302,6 +303,37 @@ def test_usual_steps_are_recorded_before_anybody_asks(on_paper: list[Exception])
     few = graphs_of(capture=True, most_recordings=2)
     few.record_usual()
     assert len(few) == 2
+
+
+def test_a_runner_that_warms_up_changes_no_sequence_and_needs_no_further_shapes() -> None:
+    runner, plain = (runner_of("hybrid", use_graphs=use_graphs, token_budget=64) for use_graphs in (True, False))
+    first = StepPlan(shares=(share(0, 0, (1, 2, 3)), share(1, 0, (4, 5))))
+    for each in (runner, plain):
+        each.run(first)
+    before = [pool.clone() for pool in pools(runner)]
+    count = runner.record_usual_steps()
+    assert all(torch.equal(now, then) for now, then in zip(pools(runner), before, strict=True))
+    assert count == len(runner._graphs) + len(runner._mixed_graphs) > 2
+    later = StepPlan(shares=(share(1, 2, (6,)), share(0, 3, (7, 8))))
+    torch.testing.assert_close(runner.run(later), plain.run(later), **EXACT)
+    assert len(runner._graphs) + len(runner._mixed_graphs) == count
+    assert plain.record_usual_steps() == 0
+
+
+def test_decodes_whose_recording_breaks_run_padded_without_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_, **__) -> None:
+        raise RuntimeError("capture was invalidated")
+
+    monkeypatch.setattr(graphs, "recorded", broken)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
+    decodes = graphs.DecodeGraphs(
+        lambda batch: batch.tokens[0, :, None].double(), page_size=PAGE, scratch_row=400, max_sequences=4,
+        device=torch.device("cpu"),
+    )  # fmt: skip
+    asked = [share(0, 5, (7,)), share(1, 5, (8,))]
+    with pytest.warns(UserWarning, match="run without CUDA graphs from now on: capture was invalidated"):
+        assert decodes.run(asked, [np.arange(2)] * 2).tolist() == [[7], [8]]
+    assert decodes.run(asked[:1], [np.arange(2)]).tolist() == [[7]]
 
 
 def test_recordings_go_on_when_there_is_no_memory_for_more(on_paper: list[Exception]) -> None:
