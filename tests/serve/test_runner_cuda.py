@@ -246,6 +246,7 @@ def test_recordings_that_give_way_to_others_leave_the_rest_right(monkeypatch: py
     graphs = mixed_runner(Decoder(config, seed=0).cuda())
     plain = mixed_runner(Decoder(config, seed=0).cuda(), use_graphs=False)
     graphs._mixed_graphs._most_recordings = 1
+    graphs._mixed_graphs.run_buckets = (1, 8)  # of which one after the other is asked for
     made, recorded = [], mixed_graphs.recorded
     monkeypatch.setattr(mixed_graphs, "recorded", lambda *a, **b: (made.append(1), recorded(*a, **b))[1])
     check_noise(apart(graphs, plain), "one recording at a time")
