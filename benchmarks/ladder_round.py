@@ -46,7 +46,7 @@ class Settings:
     seeds: tuple[int, ...] = ()
     """In place of the ladders' own."""
     arms: tuple[str, ...] = ()
-    """Arms to sweep; the baseline when none is named."""
+    """Arms to run, or to sweep; when none is named all are run, and the baseline is swept."""
     set: tuple[str, ...] = ()
     """Fields of every rung: --set data.corpus.source=PATH"""
     commit: str | None = None
@@ -62,8 +62,9 @@ def commands(settings: Settings, folder: Path, scratch: Path, name: str, seconds
     if settings.step == "speed":
         return ["ladder", "speed", name, *shared]
     own = ["--workers", str(settings.workers), "--seconds", f"{seconds:.0f}", "--scratch", str(scratch), "--quiet"]
+    own += ["--arms", *settings.arms] if settings.arms else []
     if settings.step == "sweep":
-        return ["ladder", "sweep", name, *shared, *own, *(["--arms", *settings.arms] if settings.arms else [])]
+        return ["ladder", "sweep", name, *shared, *own]
     return ["ladder", "run", name, *shared, *own, *(["--held-out"] if settings.step == "held-out" else [])]
 
 

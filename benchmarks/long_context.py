@@ -1,13 +1,14 @@
 """What a long context is worth to each kind of attention: trained at 4K, extended to 32K, read to 64K, asked to 128K.
 
-    python benchmarks/long_context.py hybrid --corpus .cache/corpus --seconds 240     on a GPU; one arm a call
+    python benchmarks/long_context.py hybrid --corpus .cache/corpus --steps 3000      on a GPU; one arm a call
     python benchmarks/long_context.py hybrid --tiny                                   a miniature for a CPU
 
 Arms: hybrid (KDA to MLA 3:1), mla (no positions), mla_rope (rotary positions, extended by YaRN), kda. All are the rung
-of width 256 of the ladder, on the same rows in the same order. An arm trains for about `--seconds` (steps follow from a
-short measurement), is extended by recipes/extend.py, and writes two rows to benchmarks/results/long_context.json, of
-before and after the extension: loss by position, and how often the value of a key is found in a long text, with one key
-and with several. A length that does not fit into memory is written down as such.
+of width 256 of the ladder, on the same rows in the same order: give all equal `--steps` (`--seconds` turns into steps
+by a short measurement, and arms differ in speed). An arm is trained, extended by recipes/extend.py, and writes two rows
+to benchmarks/results/long_context.json, of before and after the extension: loss by position, and how often the value of
+a key is found in a long text, with one key and with several. A length that does not fit into memory is written down as
+such.
 
 Records of the corpus need the fields `split` and `domain`: neighbours of one domain are joined into long documents.
 """
@@ -17,6 +18,7 @@ import json
 import os
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -120,19 +122,19 @@ def steps_for(config: RunConfig, seconds: float) -> int:
     return max(MEASURED_STEPS, int(seconds * rate / (config.trainer.global_batch_rows * config.data.seq_len)))
 
 
-def run_arm(settings: Settings, runs: Path) -> list[dict[str, Any]]:
-    """Train, look, extend, look again: two rows of the results."""
+def run_arm(settings: Settings, runs: Path) -> Iterator[dict[str, Any]]:
+    """Train, look, extend, look again: two rows of the results, each as soon as it is there."""
     config = config_of(settings)
     steps = settings.steps or steps_for(config, settings.seconds)
     schedule = ScheduleConfig(kind="wsd", warmup_steps=max(1, steps // 10), decay_fraction=0.2)
     short = replace(
         config, schedule=schedule, trainer=replace(config.trainer, steps=steps, eval_every=max(1, steps // 10))
     )
-    rows = [_trained_and_read(short, settings, runs, None)]
+    yield _trained_and_read(short, settings, runs, None)
     folder = runs / short.name
     long = extend(short, folder, length=settings.extended, steps=settings.extra_steps)
     long = replace(long, trainer=replace(long.trainer, eval_rows=max(1, short.trainer.eval_rows // 8)))
-    return [*rows, _trained_and_read(long, settings, runs, settings.extended)]
+    yield _trained_and_read(long, settings, runs, settings.extended)
 
 
 def _trained_and_read(config: RunConfig, settings: Settings, runs: Path, extended: int | None) -> dict[str, Any]:
@@ -174,7 +176,6 @@ def read(folder: Path, settings: Settings, device: torch.device) -> dict[str, An
         found["positions"] = "does not fit into memory"
     for needles in settings.needles:
         for length in settings.asked:
-            texts = max(4, settings.texts * settings.length // length) if length > settings.length else settings.texts
             try:
                 found["needles"].append(
                     needle_accuracy(
@@ -183,7 +184,7 @@ def read(folder: Path, settings: Settings, device: torch.device) -> dict[str, An
                         text,
                         length=length,
                         needles=needles,
-                        rows=texts,
+                        rows=settings.texts,
                         device=device,
                         seed=settings.seed,
                     )
@@ -213,18 +214,21 @@ def add_rows(path: Path, new: list[dict[str, Any]]) -> None:
 
 def main(settings: Settings) -> None:
     with tempfile.TemporaryDirectory() as runs:
-        rows = run_arm(settings, Path(runs))
-    add_rows(settings.results, rows)
-    for row in rows:
-        print(f"{row['arm']}, {'extended to ' + str(row['extended']) if row['extended'] else 'as trained'}")
-        for bucket in row["positions"] or ():
-            if isinstance(bucket, dict):
-                print(f"  tokens {bucket['from']:>6} to {bucket['to']:>6}: {bucket['nats']:.3f} nats")
-        for needle in row["needles"]:
-            found = needle.get("error") or f"{needle['exact']:.1%} found among all tokens"
-            if needle["needles"] > 1 and "ranked" in needle:  # a lone value always ranks first
-                found += f", {needle['ranked']:.1%} among the values in the text (chance {needle['chance']:.1%})"
-            print(f"  {needle['needles']} in {needle['length']:>6}: {found}")
+        for row in run_arm(settings, Path(runs)):
+            add_rows(settings.results, [row])
+            show(row)
+
+
+def show(row: dict[str, Any]) -> None:
+    print(f"{row['arm']}, {'extended to ' + str(row['extended']) if row['extended'] else 'as trained'}")
+    for bucket in row["positions"] or ():
+        if isinstance(bucket, dict):
+            print(f"  tokens {bucket['from']:>6} to {bucket['to']:>6}: {bucket['nats']:.3f} nats")
+    for needle in row["needles"]:
+        found = needle.get("error") or f"{needle['exact']:.1%} found among all tokens"
+        if needle["needles"] > 1 and "ranked" in needle:  # a lone value always ranks first
+            found += f", {needle['ranked']:.1%} among the values in the text (chance {needle['chance']:.1%})"
+        print(f"  {needle['needles']} in {needle['length']:>6}: {found}")
 
 
 if __name__ == "__main__":

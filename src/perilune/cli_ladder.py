@@ -63,6 +63,8 @@ class RunFlags(WorkFlags):
     """The rung that was predicted, instead of the others."""
     unpredicted: bool = False
     """Run the held-out rung although nothing was predicted."""
+    arms: tuple[str, ...] = ()
+    """Cells of these arms alone; of all when none is named."""
     alone: bool = True
     """With --cell: whether it has the device for itself; only then its speed counts."""
 
@@ -232,14 +234,16 @@ def _run(ladder: "Ladder", flags: RunFlags, folder: Path) -> None:
                 f"nothing was predicted: `perilune ladder predict {ladder.name}` first, or --unpredicted to run the "
                 "held-out rung all the same"
             )
-    known = {cell.name: cell for cell in ladder.cells(held_out=flags.held_out)}
+    arms = {arm.name for arm in _named_arms(ladder, flags.arms)} if flags.arms else {arm.name for arm in ladder.arms}
+    known = {cell.name: cell for cell in ladder.cells(held_out=flags.held_out) if cell.arm.name in arms}
     if flags.cell is not None and flags.cell not in known:
         raise UserError(f"--cell {flags.cell!r} is not in the ladder{_nearest(flags.cell, known)}")
     if flags.cell is None or flags.alone:  # a worker's plan was made by who started it
         _refuse(_made_plan(ladder, flags, folder))
     scratch = _scratch(flags, ladder.name)
     borrow(ladder, known.values() if flags.cell is None else [known[flags.cell]], folder, folder.parent.glob("*"))
-    cells = [known[flags.cell]] if flags.cell is not None else [*unfinished(ladder, folder, held_out=flags.held_out)]
+    left = [cell for cell in unfinished(ladder, folder, held_out=flags.held_out) if cell.name in known]
+    cells = left if flags.cell is None else [known[flags.cell]]
     with LadderProgress(ladder, cells, quiet=flags.quiet or flags.json) as progress:
         if flags.cell is not None:
             run_cell(
@@ -248,9 +252,9 @@ def _run(ladder: "Ladder", flags: RunFlags, folder: Path) -> None:
             )  # fmt: skip
         elif flags.workers > 1 or flags.seconds is not None:
             own = ["run", ladder.name, "--no-alone", *(["--held-out", "--unpredicted"] if flags.held_out else [])]
-            left = _side_by_side(ladder, flags, cells, folder, own, progress.step, began)
-            if left and not flags.json:
-                print(f"{len(left)} of {len(cells)} cells are left for another round", file=sys.stderr)
+            later = _side_by_side(ladder, flags, cells, folder, own, progress.step, began)
+            if later and not flags.json:
+                print(f"{len(later)} of {len(cells)} cells are left for another round", file=sys.stderr)
         else:
             run_ladder(ladder, folder, cells=cells, scratch=scratch, commit=flags.commit, on_step=progress.step)
     results = read_results(folder)

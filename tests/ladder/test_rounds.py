@@ -127,6 +127,9 @@ def test_a_round_begins_only_what_fits_and_hands_back_all_results(tmp_path: Path
     assert script.main(nothing) == 0
     assert len(read_results(tmp_path / "none" / "tiny")) == len(known)
     enough = script.Settings(**common, seconds=300.0, results=tmp_path / "kept", out=tmp_path / "back")
+    assert script.main(dataclasses.replace(enough, arms=("muonclip",))) == 0
+    some = [result for result in read_results(tmp_path / "back" / "tiny") if result.rung == "w16"]
+    assert [result.arm for result in some] == ["muonclip"] * 2
     assert script.main(enough) == 0
     found = read_results(tmp_path / "back" / "tiny")
     assert len(found) == len(known) + 4 and {r.rung for r in found if r.ran_alone is False and r.corpus} == {"w16"}
