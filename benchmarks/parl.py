@@ -3,6 +3,7 @@
     python benchmarks/parl_models.py all --seconds 420 --out DIR            first: a base, fine-tuned by traces
     python benchmarks/parl.py train --arm full --seconds 420 --out DIR      train an arm; the same command goes on
     python benchmarks/parl.py test --arm full --out DIR                     test tasks at half, once and twice the cap
+    python benchmarks/parl.py arm --arm full --seconds 400 --out DIR        both, one after the other
     python benchmarks/parl.py best-of --out DIR                             the serial agent, N samples, as many tokens
     python benchmarks/parl.py report                                        every bar with what was measured
     python benchmarks/parl.py all --tiny --out DIR                          everything in miniature, on a CPU
@@ -23,18 +24,21 @@ serial and full with --recipe plain too, for equal --seconds. Rows go to benchma
 
 import asyncio
 import json
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
 import tyro
-from parl_models import KEY, Mix, Recipe, environment_of, is_there
+from parl_models import KEY, Recipe
 from parl_models import Settings as Models
 from parl_models import main as make_models
-from rl_rows import add_rows, read_rows
+from parl_traces import Mix, environment_of
+from rl_base import is_there
+from rl_rows import add_rows, read_rows, say
 
 from perilune.data.picture_scores import bootstrap_interval
 from perilune.data.tokenizer import Tokenizer
@@ -60,12 +64,16 @@ ArmName = Literal["full", "outcome", "instantiation", "no-finish", "blog", "join
 CAPS = (0.5, 1.0, 2.0)
 SERIAL_CAPS = (0.5, 1.0, 2.0, 3.0, 4.0, 6.0, 1000.0)
 """The serial agent also gets as many steps as it likes: what equal quality costs it."""
+TURN_SECONDS = 5e-4
+"""For which a thread may keep the interpreter while another waits for it; Python's own 5 ms are several decoding steps:
+an engine whose numbers are there would wait as long for the episodes, which compute all the time."""
+EQUAL = "groups with equal rewards"
 CURVES = ("spawn", "outcome", "parallel", "finish", "width", "critical_steps", "total_steps", "finished", "unused")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    step: tyro.conf.Positional[Literal["train", "test", "best-of", "report", "all"]]
+    step: tyro.conf.Positional[Literal["train", "test", "arm", "best-of", "report", "all"]]
     arm: ArmName = "full"
     recipe: Recipe = "full"
     seed: int = 0
@@ -143,11 +151,15 @@ def rl_config(settings: Settings) -> RLConfig:
 def train(settings: Settings) -> None:
     folder = settings.out / name_of(settings)
     device = _device(settings)
+    say(f"{name_of(settings)}: opening {start_of(settings)}")
     model, tokenizer, run = load_run(settings.out / start_of(settings), device=device)
     config, run = rl_config(settings), replace(run, name=name_of(settings), start_from=None)
     folder.mkdir(parents=True, exist_ok=True)
     create(folder, run, tokenizer, device=device, fresh=False)
     seconds = asyncio.run(_train(settings, config, model, tokenizer, run, folder))
+    say(f"{name_of(settings)}: {seconds:.1f} s of training, judging its episodes again")
+    if not (folder / RECORDS).exists():
+        raise SystemExit(f"no iteration was over after {settings.seconds:g} s: give it more --seconds")
     records = [json.loads(line) for line in (folder / RECORDS).read_text().splitlines()]
     fifth = records[-max(1, len(records) // 5) :]
     kinds = sorted({kind for record in records for kind in record.get("kinds") or ()})
@@ -171,7 +183,7 @@ def train(settings: Settings) -> None:
     }  # fmt: skip
     _record(settings, row, seconds)
     if len(records) < settings.iterations:
-        print(f"{len(records)} of {settings.iterations} iterations: the same command goes on")
+        say(f"{len(records)} of {settings.iterations} iterations: the same command goes on")
 
 
 async def _train(
@@ -184,10 +196,11 @@ async def _train(
     async with Loop(model, tokenizer, environments, config, folder=folder, resume=resume, about=about) as loop:
         if not resume:
             loop.save()
+        say(f"{name_of(settings)}: engines are there, iteration {loop.iteration}/{config.iterations}")
         began = saved = time.monotonic()
         while loop.iteration < config.iterations and time.monotonic() - began < settings.seconds:
             record = await loop.step()
-            print(_line(settings, record), flush=True)
+            say(_line(settings, record))
             if time.monotonic() - saved > 120:  # a call that is cut off loses two minutes at most
                 loop.save()
                 saved = time.monotonic()
@@ -200,16 +213,26 @@ def _line(settings: Settings, record: Mapping[str, Any]) -> str:
         f"{kind}: spawn {numbers['spawn']:.2f} F1 {numbers['outcome']:.2f} width {numbers['width']:.1f}"
         for kind, numbers in (record.get("kinds") or {}).items()
     )
-    return f"{name_of(settings)} {record['iteration']}/{settings.iterations}  {record['seconds']:.1f} s  {kinds}"
+    return (
+        f"{name_of(settings)} {record['iteration']}/{settings.iterations}  {record['seconds']:.1f} s "
+        f"({record['rollout_seconds']:.1f} play, {record['learn_seconds']:.1f} learn)  "
+        f"reward {record.get('reward', 0.0):.2f}  "
+        f"equal groups {record['dropped'].get(EQUAL, 0)}/{settings.tasks}  {kinds}"
+    )
 
 
 # Testing --------------------------------------------------------------------------------------------------------------
 
 
 async def play(
-    settings: Settings, caps: Sequence[float], *, samples: int = 1, temperature: float = 0.0
-) -> dict[float, tuple[Collected, float]]:
-    """Test tasks by the trained arm at every cap; episodes and the seconds they took."""
+    settings: Settings,
+    caps: Sequence[float],
+    tell: Callable[[float, Collected, float], None],
+    *,
+    samples: int = 1,
+    temperature: float = 0.0,
+) -> None:
+    """Test tasks by the trained arm at every cap; `tell` hears of each: its episodes and the seconds they took."""
     device, config = _device(settings), rl_config(settings)
     model, tokenizer, _ = load_run(settings.out / name_of(settings), device=device)
     frozen, frozen_tokenizer, _ = load_run(settings.out / start_of(settings), device=device)
@@ -222,7 +245,7 @@ async def play(
         workers = Workers(engine=engine, tokenizer=tokenizer, config=told)
     else:
         workers = frozen_workers(frozen, frozen_tokenizer, config.worker_engine or config.engine, told, device=device)
-    found = {}
+    say(f"{name_of(settings)}: engines are there")
     try:
         for cap in caps:
             environment = wide_search(settings, cap)
@@ -235,17 +258,15 @@ async def play(
                 for number in range(settings.tested) for sample in range(samples)
             ]  # fmt: skip
             began = time.monotonic()
-            found[cap] = await rollouts.collect(jobs, iteration=0), time.monotonic() - began
+            tell(cap, await rollouts.collect(jobs, iteration=0), time.monotonic() - began)
     finally:
         await engine.close()
         if workers.engine is not engine:
             await workers.engine.close()
-    return found
 
 
 def test(settings: Settings) -> None:
-    caps = SERIAL_CAPS if settings.arm == "serial" else CAPS
-    for cap, (collected, seconds) in asyncio.run(play(settings, caps)).items():
+    def tell(cap: float, collected: Collected, seconds: float) -> None:
         wide = [each for each in collected.trajectories if each.task_data["kind"] == "wide"]
         row = {
             "row": "test", "name": name_of(settings), "arm": settings.arm, "cap": cap,
@@ -255,6 +276,8 @@ def test(settings: Settings) -> None:
         }  # fmt: skip
         _record(settings, row, seconds)
 
+    asyncio.run(play(settings, SERIAL_CAPS if settings.arm == "serial" else CAPS, tell))
+
 
 def best_of(settings: Settings) -> None:
     """The best of N serial samples by the outcome itself, which nobody has at test time: more than fair to it."""
@@ -263,7 +286,13 @@ def best_of(settings: Settings) -> None:
     if swarm is None or "wide" not in swarm["kinds"]:
         raise SystemExit("there is no test of the arm full yet: python benchmarks/parl.py test --arm full")
     serial = replace(settings, arm="serial")
-    collected, seconds = asyncio.run(play(serial, (1.0,), samples=settings.most, temperature=1.0))[1.0]
+    found: list[tuple[Collected, float]] = []
+
+    def tell(cap: float, collected: Collected, seconds: float) -> None:
+        found.append((collected, seconds))
+
+    asyncio.run(play(serial, (1.0,), tell, samples=settings.most, temperature=1.0))
+    ((collected, seconds),) = found
     tokens = swarm["kinds"]["wide"]["tokens"] + swarm["kinds"]["wide"]["worker_tokens"]
     groups: dict[str, list[Trajectory]] = {}
     for each in collected.trajectories:
@@ -312,7 +341,7 @@ def _record(settings: Settings, row: dict[str, Any], seconds: float) -> None:
     }  # fmt: skip
     add_rows(settings.results, [row], key=KEY)
     shown = {name: value for name, value in row.items() if name not in ("environment", "curves", "share")}
-    print(json.dumps(shown), flush=True)
+    say(json.dumps(shown))
 
 
 def small_settings(settings: Settings) -> Settings:
@@ -330,6 +359,7 @@ def small_settings(settings: Settings) -> Settings:
 
 
 def main(settings: Settings) -> None:
+    sys.setswitchinterval(TURN_SECONDS)
     for path in settings.merge:
         add_rows(settings.results, read_rows(path), key=KEY)
     if settings.tiny and settings.step != "report":
@@ -342,8 +372,11 @@ def main(settings: Settings) -> None:
             train(replace(settings, arm=name, recipe="plain"))
             test(replace(settings, arm=name, recipe="plain"))
         best_of(settings)
-    elif settings.step in ("train", "test"):
-        (train if settings.step == "train" else test)(settings)
+    elif settings.step in ("train", "test", "arm"):
+        if settings.step != "test":
+            train(settings)
+        if settings.step != "train":
+            test(settings)
     elif settings.step == "best-of":
         best_of(settings)
     if settings.step in ("report", "all"):

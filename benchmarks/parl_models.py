@@ -11,49 +11,54 @@
 
 One model is orchestrator and worker. What it is pre-trained on has the form of the library's pages and none of its
 facts: pages of libraries with other seeds, so that nothing can be answered without looking. A step whose result is
-there is skipped. Rows go to benchmarks/results/parl.json.
+there is skipped. Training that is not over after --limit seconds of a call is saved, and the call ends with exit code
+75: the same command goes on. Rows go to benchmarks/results/parl.json.
 """
 
 import asyncio
 import json
-import multiprocessing
-import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import parl_traces
 import torch
 import tyro
-from rl_base import is_there, pack, steps_for, unpack
-from rl_rows import add_rows
+from parl_traces import Mix, environment_of
+from rl_base import MEASURED_STEPS, is_there, pack, saved_step, unpack, with_steps
+from rl_rows import add_rows, say
 
-from perilune.data import Corpus, CorpusConfig, Tokenizer
+from perilune.data import Corpus, CorpusConfig
 from perilune.data.chat_rows import ChatRows
 from perilune.model import KDAConfig, MLAConfig, ModelConfig
 from perilune.recipes.pretrain import micro, small
 from perilune.recipes.sft import sft
 from perilune.rl.environments import wide_search_corpus
-from perilune.rl.environments.wide_search import WideSearch
 from perilune.rl.environments.wide_search_lookups import ENOUGH, look_up, lookups
-from perilune.rl.environments.wide_search_traces import TraceConfig, traces
 from perilune.rl.talk import TalkConfig
 from perilune.rl.workers import frozen_workers
 from perilune.serve.engine import EngineConfig
 from perilune.train import DataConfig, OptimizerConfig, RunConfig, load_run, train
+from perilune.train.batches import RunData, open_data
 from perilune.train.environment import describe_environment
-from perilune.train.run_folder import TOKENIZER
+from perilune.train.interrupt import Interrupted
+from perilune.train.run_folder import METRICS, read_config
 from perilune.train.trainer import pick_device
 
 Recipe = Literal["full", "plain"]
-Mix = Literal["mostly-serial", "well-formed"]
 KEY = ("row", "name", "seed", "cap", "tiny")
 OTHER_LIBRARIES = 1000
 """Seeds of libraries that pre-training reads begin here."""
-PARTS = 12
-"""Of the traces, each with a seed of its own, made side by side."""
+AGAIN = 75
+"""Exit code of a call that has to be given again: EX_TEMPFAIL."""
+CALLED = time.monotonic()
 ROW_TOKENS = 4096
 """Of fine-tuning: a serial episode of a wide question is up to 2,300 tokens."""
 
@@ -71,6 +76,8 @@ class Settings:
     """For the training; preparing text comes on top."""
     steps: int | None = None
     """In place of --seconds."""
+    limit: float = 540.0
+    """Seconds of a call after which training stops, saved."""
     libraries: int = 3
     """Of 20,000 pages each."""
     corpus: str = "stdlib"
@@ -88,13 +95,6 @@ class Settings:
     """Also when the result is there."""
     commit: str = ""
     results: Path = Path("benchmarks/results/parl.json")
-
-
-def environment_of(*, tiny: bool, **more: Any) -> WideSearch:
-    """The task; in miniature with a small library."""
-    if tiny:
-        more = {"corpus": wide_search_corpus.CorpusConfig(pages=400), "worker_steps": 3, **more}
-    return WideSearch(**{"reply_tokens": 1024, "worker_reply_tokens": 192, **more})
 
 
 def base_name(settings: Settings) -> str:
@@ -162,7 +162,7 @@ def base_config(settings: Settings, corpus: Path) -> RunConfig:
         cache_dir=str(settings.out / "cache"),
     )  # fmt: skip
     trainer = replace(
-        run.trainer, report=False, tensorboard=False, eval_every=0, checkpoint_every=0, keep_last=1, log_every=10,
+        run.trainer, report=False, tensorboard=False, eval_every=0, keep_last=1, log_every=10,
         global_batch_rows=128, micro_batch_rows=64, sample_prompts=(),
     )  # fmt: skip
     config = replace(
@@ -184,13 +184,55 @@ def tiny(run: RunConfig) -> RunConfig:
 
 def make_base(settings: Settings) -> None:
     config = base_config(settings, corpus_file(settings))
-    steps = settings.steps or steps_for(config, settings.seconds)
-    schedule = replace(config.schedule, warmup_steps=min(config.schedule.warmup_steps, max(1, steps // 10)))
-    config = replace(config, schedule=schedule, trainer=replace(config.trainer, steps=steps))
-    began = time.monotonic()
-    summary = train(config, runs_folder=settings.out, overwrite=True)
-    _record(settings, config, time.monotonic() - began, {"row": "base", "bits_per_byte": summary["valid_bits_per_byte"],
+    say("texts are there")
+    data = open_data(config.data, seed=config.seed)
+    say("tokens are there")
+    config, summary, seconds = trained(config, data, settings, warmup_share=10)
+    _record(settings, config, seconds, {"row": "base", "bits_per_byte": summary["valid_bits_per_byte"],
             "tokens": summary["tokens"], "parameters": summary["parameters"]})  # fmt: skip
+
+
+# Training -------------------------------------------------------------------------------------------------------------
+
+
+def trained(
+    config: RunConfig, data: RunData, settings: Settings, *, warmup_share: int
+) -> tuple[RunConfig, dict[str, Any], float]:
+    """The run to its end, or as much of it as the call has time for: Interrupted then. Its config with as many steps as
+    fit into --seconds, its summary, and the seconds of this call. One that was begun is gone on with."""
+    folder = settings.out / config.name
+    begun = 0 if settings.again else saved_step(folder)
+    if begun:
+        steps = read_config(folder).trainer.steps
+    else:
+        steps = settings.steps or steps_for(config, settings.seconds, data)
+    config = with_steps(config, steps, warmup_share=warmup_share)
+    say(f"{config.name}: {'goes on at' if begun else 'training, step'} {begun}/{steps}")
+    began = time.monotonic()
+
+    def stop_in_time(phase: str) -> None:
+        # Within a step, where the trainer hears it, and saves.
+        if phase == "step:logged" and time.monotonic() - CALLED > settings.limit:
+            signal.raise_signal(signal.SIGTERM)
+
+    summary = train(
+        config, runs_folder=settings.out, resume=begun > 0, overwrite=not begun, data=data, on_phase=stop_in_time
+    )
+    say(f"{config.name}: trained")
+    return config, summary, time.monotonic() - began
+
+
+def steps_for(config: RunConfig, seconds: float, data: RunData) -> int:
+    """Optimizer steps that fit: the median rate of the later half of a few, which have their kernels and graphs."""
+    say(f"{config.name}: {MEASURED_STEPS} steps to see how long one takes")
+    few = replace(config, trainer=replace(config.trainer, steps=MEASURED_STEPS, checkpoint_every=0, log_every=1))
+    with tempfile.TemporaryDirectory() as folder:
+        train(few, runs_folder=folder, quiet=True, data=data)
+        lines = (Path(folder) / few.name / METRICS).read_text().splitlines()
+    found = [record["tokens_per_s"] for record in map(json.loads, lines) if record["kind"] == "train"]
+    rate = statistics.median(found[len(found) // 2 :])
+    say(f"{config.name}: {rate:,.0f} tokens/s in steps {len(found) // 2 + 1} to {len(found)}")
+    return max(MEASURED_STEPS, int(seconds * rate / (config.trainer.global_batch_rows * config.data.seq_len)))
 
 
 # Fine-tuning ----------------------------------------------------------------------------------------------------------
@@ -199,65 +241,46 @@ def make_base(settings: Settings) -> None:
 def traces_file(settings: Settings) -> Path:
     """Dialogues of both roles on training tasks; those of another seed are of other tasks."""
     path = settings.out / f"traces-{settings.mix}-{settings.seed}.jsonl"
+    wanted = parl_traces.Settings(
+        file=path, mix=settings.mix, orchestrators=settings.orchestrators, workers=settings.workers,
+        seed=settings.seed, tiny=settings.tiny,
+    )  # fmt: skip
     if path.exists():
         return path
-    parts = 1 if settings.tiny else PARTS
-    configs = [
-        TraceConfig(
-            orchestrators=settings.orchestrators // parts,
-            workers=settings.workers // parts,
-            well_formed=1.0 if settings.mix == "well-formed" else 0.6,
-            seed=settings.seed * PARTS + part,
-            environment=environment_of(tiny=settings.tiny),
-        )
-        for part in range(parts)
-    ]
-    settings.out.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    with partial.open("w", encoding="utf-8") as file:
-        if parts == 1:
-            file.writelines(_lines(configs[0]))
-        else:
-            spawned = multiprocessing.get_context("spawn")
-            with ProcessPoolExecutor(min(parts, os.cpu_count() or 1), mp_context=spawned) as pool:
-                for lines in pool.map(_lines, configs):
-                    file.writelines(lines)
-    partial.replace(path)
+    if settings.tiny:
+        parl_traces.write(wanted)
+        return path
+    given = ("mix", "orchestrators", "workers", "seed")
+    options = [str(part) for name in given for part in (f"--{name}", getattr(wanted, name))]
+    subprocess.run([sys.executable, str(Path(parl_traces.__file__)), str(path), *options], check=True)
     return path
-
-
-def _lines(config: TraceConfig) -> list[str]:
-    return [trace.line for trace in traces(config)]
 
 
 def make_sft(settings: Settings) -> None:
     began = time.monotonic()
     source = traces_file(settings)
-    prepared = time.monotonic() - began
+    say("traces are there")
     base = settings.out / base_name(settings)
     config = sft(base, sources=(str(source),))
     rows = 4 if settings.tiny else 16
     length = 1024 if settings.tiny else ROW_TOKENS
     trainer = replace(
-        config.trainer, global_batch_rows=rows, micro_batch_rows=min(rows, 8), eval_every=0, report=False,
-        checkpoint_every=0,
+        config.trainer, global_batch_rows=rows, micro_batch_rows=min(rows, 8), eval_every=0, report=False
     )  # fmt: skip
     # As much as pre-training: a tenth of its rate, the default, is for models that know more than this one.
     optimizer = replace(config.optimizer, lr=3 * config.optimizer.lr)
     config = replace(config, name=sft_name(settings), seed=settings.seed, trainer=trainer, optimizer=optimizer,
                      data=replace(config.data, seq_len=length))  # fmt: skip
-    assert config.data.chat is not None
-    tokenizer = Tokenizer.load(base / TOKENIZER)
-    lessons = ChatRows(config.data.chat, tokenizer, seq_len=length, seed=config.seed)
-    steps = settings.steps or steps_for(config, settings.seconds)
-    schedule = replace(config.schedule, warmup_steps=min(config.schedule.warmup_steps, max(1, steps // 4)))
-    config = replace(config, schedule=schedule, trainer=replace(config.trainer, steps=steps))
-    began = time.monotonic()
-    summary = train(config, runs_folder=settings.out, overwrite=True)
-    _record(settings, config, time.monotonic() - began, {
+    data = open_data(config.data, seed=config.seed)
+    lessons = data.train
+    assert isinstance(lessons, ChatRows)
+    prepared = time.monotonic() - began
+    say(f"{lessons.num_dialogues:,} dialogues in {lessons.num_rows:,} rows")
+    config, summary, seconds = trained(config, data, settings, warmup_share=4)
+    _record(settings, config, seconds, {
         "row": "sft", "mix": settings.mix, "prepared_seconds": round(prepared, 1), "loss": summary.get("valid_loss"),
         "dialogues": lessons.num_dialogues, "left_out": lessons.broken.count,
-        "epochs": round(steps * rows / max(1, lessons.num_rows), 2),
+        "epochs": round(config.trainer.steps * rows / max(1, lessons.num_rows), 2),
     })  # fmt: skip
 
 
@@ -302,7 +325,7 @@ def _record(settings: Settings, config: RunConfig, seconds: float, more: dict[st
         "commit": settings.commit or environment.get("commit", ""), "environment": environment,
     }  # fmt: skip
     add_rows(settings.results, [row], key=KEY)
-    print(json.dumps({name: value for name, value in row.items() if name != "environment"}), flush=True)
+    say(json.dumps({name: value for name, value in row.items() if name != "environment"}))
 
 
 def small_settings(settings: Settings) -> Settings:
@@ -325,16 +348,28 @@ def main(settings: Settings) -> None:
         return
     if settings.tiny:
         settings = small_settings(settings)
+    settings.out.mkdir(parents=True, exist_ok=True)
     steps = ("base", "sft", "worker") if settings.step == "all" else (settings.step,)
-    for step in steps:
-        if step == "base" and (settings.again or not is_there(settings.out, base_name(settings))):
-            make_base(settings)
-        elif step == "sft" and (settings.again or not is_there(settings.out, sft_name(settings))):
-            make_sft(settings)
-        elif step == "worker":
-            test_worker(settings)
-        else:
-            print(f"{step}: there already (--again makes it anew)")
+    try:
+        for step in steps:
+            needed = {"sft": base_name(settings), "worker": sft_name(settings)}.get(step)
+            if needed is not None and not is_there(settings.out, needed):
+                raise SystemExit(
+                    f"{str(settings.out)!r} has no {needed} that is whole: run the step before {step} first"
+                )
+            if step == "base" and (settings.again or not is_there(settings.out, base_name(settings))):
+                make_base(settings)
+            elif step == "sft" and (settings.again or not is_there(settings.out, sft_name(settings))):
+                make_sft(settings)
+            elif step == "worker":
+                test_worker(settings)
+            else:
+                say(f"{step}: there already (--again makes it anew)")
+    except Interrupted as stopped:
+        if stopped.signal_number != signal.SIGTERM:  # a person's Ctrl-C
+            raise
+        say("time is up, and what was trained is saved: the same command goes on")
+        raise SystemExit(AGAIN) from None
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 """The models that the experiments of benchmarks/rl_experiments.py start from: a base for each attention, and three arms
-of fine-tuning. Each step is one call, skipped when its result is there.
+of fine-tuning. Each step is one call, skipped when its result is there, and gone on with when it was cut off.
 
     python benchmarks/rl_base.py base --corpus .cache/corpus --seconds 300      the hybrid 3:1
     python benchmarks/rl_base.py base --pattern mla --corpus .cache/corpus      all MLA, as many steps
@@ -29,7 +29,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 import tyro
-from rl_rows import add_rows
+from rl_rows import add_rows, say
 from rl_texts import SCENES, texts, write_dialogues
 
 from perilune.data import Corpus, CorpusConfig, FusionConfig, Tokenizer
@@ -40,7 +40,7 @@ from perilune.recipes.pretrain import micro
 from perilune.recipes.sft import sft
 from perilune.recipes.vision import vision_small
 from perilune.train import RunConfig, checkpoint, load_run, train
-from perilune.train.batches import open_data
+from perilune.train.batches import RunData, open_data
 from perilune.train.config_file import from_plain, to_plain
 from perilune.train.environment import describe_environment
 from perilune.train.run_folder import CHECKPOINTS, CONFIG, create, read_config
@@ -50,6 +50,8 @@ Pattern = Literal["hybrid", "mla"]
 PATTERNS: tuple[Pattern, ...] = ("hybrid", "mla")
 TASKS = ("svg", "caption", "count", "box", "spatial", "colour")
 MEASURED_STEPS = 12
+SAVES = 8
+"""Of one training: a call that is cut off loses an eighth."""
 PIECE_BYTES = 15 << 20
 KEY = ("name", "seed", "tiny")
 
@@ -175,19 +177,49 @@ def make_base(settings: Settings) -> None:
     began = time.monotonic()
     config = base_config(settings, corpus_file(settings))
     prepared = time.monotonic() - began
-    others = [f"base-{pattern}" for pattern in PATTERNS if pattern != settings.pattern]
-    known = [read_config(settings.out / name).trainer.steps for name in others if is_there(settings.out, name)]
-    steps = settings.steps or (known[0] if known else steps_for(config, settings.seconds))
-    schedule = replace(config.schedule, warmup_steps=min(config.schedule.warmup_steps, max(1, steps // 10)))
-    config = replace(config, schedule=schedule, trainer=replace(config.trainer, steps=steps))
-    began = time.monotonic()
-    summary = train(config, runs_folder=settings.out, overwrite=True)
+    say(f"{config.name}: texts are there")
+    config = with_steps(config, base_steps(settings, config), warmup_share=10)
+    summary, seconds = trained(settings, config)
     row = {
         "prepared_seconds": round(prepared, 1),
         "text_bits_per_byte": summary["valid_bits_per_byte"],
         "vision_loss": summary.get("valid_vision_loss"),
     }
-    _record(settings, config, summary, time.monotonic() - began, row)
+    _record(settings, config, summary, seconds, row)
+
+
+def base_steps(settings: Settings, config: RunConfig) -> int:
+    """As told; else those of the training that was begun, or of the other base; else as many as the time allows."""
+    if settings.steps:
+        return settings.steps
+    others = [f"base-{pattern}" for pattern in PATTERNS if pattern != settings.pattern]
+    known = [settings.out / name for name in others if is_there(settings.out, name)]
+    if saved_step(settings.out / config.name) and not settings.again:
+        known = [settings.out / config.name]
+    if known:
+        return read_config(known[0]).trainer.steps
+    say(f"{config.name}: {MEASURED_STEPS} steps to see how long one takes")
+    return steps_for(config, settings.seconds)
+
+
+def with_steps(config: RunConfig, steps: int, *, warmup_share: int) -> RunConfig:
+    """Warm-up and saves follow from the number of steps."""
+    warmup = min(config.schedule.warmup_steps, max(1, steps // warmup_share))
+    trainer = replace(config.trainer, steps=steps, checkpoint_every=max(1, -(-steps // SAVES)), keep_last=1)
+    return replace(config, schedule=replace(config.schedule, warmup_steps=warmup), trainer=trainer)
+
+
+def trained(settings: Settings, config: RunConfig, data: RunData | None = None) -> tuple[dict[str, Any], float]:
+    """The summary and the seconds of this call; a training that was begun and cut off is gone on with."""
+    folder = settings.out / config.name
+    step = 0 if settings.again else saved_step(folder)
+    resume = 0 < step < config.trainer.steps and read_config(folder) == config
+    say(f"{config.name}: {'goes on at' if resume else 'training, step'} {step if resume else 0}/{config.trainer.steps}")
+    began = time.monotonic()
+    summary = train(config, runs_folder=settings.out, resume=resume, overwrite=not resume, data=data)
+    seconds = time.monotonic() - began
+    say(f"{config.name}: trained in {seconds:.1f} s")
+    return summary, seconds
 
 
 # Fine-tuning ----------------------------------------------------------------------------------------------------------
@@ -203,25 +235,21 @@ def make_arm(settings: Settings) -> None:
     )
     config = sft(settings.out / f"base-{settings.pattern}", sources=(str(source),))
     rows = max(1, min(16, config.trainer.global_batch_rows))
-    trainer = replace(
-        config.trainer, global_batch_rows=rows, micro_batch_rows=rows, eval_every=0, report=False, checkpoint_every=0
-    )
+    trainer = replace(config.trainer, global_batch_rows=rows, micro_batch_rows=rows, eval_every=0, report=False)
     config = replace(config, name=f"sft-{settings.pattern}-{settings.kind}", seed=settings.seed, trainer=trainer)
     data = open_data(config.data, seed=config.seed)
     lessons = data.train
     assert isinstance(lessons, ChatRows)
     steps = settings.steps or max(1, round(settings.epochs * lessons.num_rows / rows))
-    schedule = replace(config.schedule, warmup_steps=min(config.schedule.warmup_steps, max(1, steps // 4)))
-    config = replace(config, schedule=schedule, trainer=replace(config.trainer, steps=steps))
-    began = time.monotonic()
-    summary = train(config, runs_folder=settings.out, overwrite=True, data=data)
+    config = with_steps(config, steps, warmup_share=4)
+    summary, seconds = trained(settings, config, data)
     row = {
         "dialogues": lessons.num_dialogues,
         "with_pictures": lessons.num_with_pictures,
         "left_out": lessons.broken.count,
         "chat_loss": summary.get("valid_loss"),
     }
-    _record(settings, config, summary, time.monotonic() - began, row)
+    _record(settings, config, summary, seconds, row)
 
 
 def _record(settings: Settings, config: RunConfig, summary: dict[str, Any], seconds: float, more: dict) -> None:
@@ -233,7 +261,7 @@ def _record(settings: Settings, config: RunConfig, summary: dict[str, Any], seco
         "commit": settings.commit or environment.get("commit", ""), "environment": environment,
     }  # fmt: skip
     add_rows(settings.results, [row], key=KEY)
-    print(json.dumps({name: value for name, value in row.items() if name != "environment"}))
+    say(json.dumps({name: value for name, value in row.items() if name != "environment"}))
 
 
 # Weights as small files -----------------------------------------------------------------------------------------------
@@ -299,9 +327,16 @@ def save_policy(folder: Path, model: Decoder, tokenizer: Tokenizer, config: RunC
 
 
 def is_there(out: Path, name: str) -> bool:
-    """Whether a model is complete."""
+    """Whether a model is trained to its end."""
     folder = out / name
-    return (folder / CONFIG).exists() and checkpoint.find(folder / CHECKPOINTS) is not None
+    return (folder / CONFIG).exists() and saved_step(folder) >= read_config(folder).trainer.steps
+
+
+def saved_step(folder: Path) -> int:
+    """Of the last complete checkpoint of a run; 0 where there is none."""
+    root = folder / CHECKPOINTS
+    found = checkpoint.find(root) if root.is_dir() else None
+    return 0 if found is None else int(found.folder.name.removeprefix(checkpoint.PREFIX))
 
 
 def main(settings: Settings) -> None:

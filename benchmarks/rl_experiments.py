@@ -17,10 +17,12 @@
     sums-rigid         hybrid, zero_vision        word problems under a budget that is never lifted
     tools              hybrid, zero_vision        calculations over several turns with a calculator
 
-Arms take the same number of iterations and samples. Before and after, each plays the same test tasks greedily (pictures
+Word problems and calculations are as hard as suits the model that arms start from (rl_levels.py). Arms take the same
+number of iterations and samples. Before and after, each plays the same test tasks greedily (pictures
 also with those of other tasks) and answers the spatial probe, which nothing trains on (eval/spatial.py). A row with
 intervals, curves and a few samples goes to benchmarks/results/rl.json. What does not fit into --seconds is saved under
---out and continued by the same command; its row says how far it is. `--tiny` needs nothing and runs on a CPU.
+--out and continued by the same command, as is a call that was told to stop or killed; a row says how far it is.
+`--tiny` needs nothing and runs on a CPU.
 """
 
 import asyncio
@@ -28,7 +30,7 @@ import json
 import time
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -36,8 +38,9 @@ import torch
 import tyro
 from rl_base import is_there
 from rl_base import main as make_models
-from rl_rows import add_rows, read_rows
-from rl_texts import PROBLEMS, SCENES
+from rl_levels import Levels, choose_levels, kept_levels, sums, tools
+from rl_rows import add_rows, read_rows, say
+from rl_texts import SCENES
 
 from perilune.data.tokenizer import Tokenizer
 from perilune.eval.spatial import COUNT, spatial_items, spatial_score
@@ -45,17 +48,18 @@ from perilune.model import Decoder
 from perilune.recipes.sft import processor_of
 from perilune.rl.environment import Environment, Message, Split, Talk, Task
 from perilune.rl.environments.drawing import Drawing
-from perilune.rl.environments.tool_use import ToolUse
 from perilune.rl.evaluation import OTHER_PICTURES, EvaluationConfig, evaluate, read_evaluations, task_of
 from perilune.rl.groups import GroupConfig
 from perilune.rl.learner import LearnerConfig
 from perilune.rl.lengths import ToggleConfig
 from perilune.rl.loop import CHECKPOINTS, RECORDS, Loop, RLConfig
+from perilune.rl.progress import evaluation_line
 from perilune.rl.rollout import RolloutConfig
 from perilune.rl.talk import TalkConfig
 from perilune.serve.engine import EngineConfig
 from perilune.train import OptimizerConfig, RunConfig, checkpoint, load_run
 from perilune.train.environment import describe_environment
+from perilune.train.interrupt import Interrupted, StopRequest
 from perilune.train.trainer import pick_device
 
 ArmName = Literal[
@@ -66,6 +70,13 @@ ARMS: tuple[ArmName, ...] = get_args(ArmName)
 KEY = ("arm", "seed", "tiny")
 CURVES = ("reward", "length", "gap", "clipped", "finished", "facet.valid", "facet.called", "seconds", "learn_seconds")
 KEPT_TEXT = 600
+ROW_TOKENS = 65_536
+"""The samples of an iteration in one forward and backward pass, or two: launches take longer than arithmetic."""
+SAVE_SECONDS = 120.0
+"""A call that is cut off loses no more."""
+LOOK_SECONDS = (15.0, 60.0)
+"""What the last look may take, which comes after the iterations: as long as the first, within these bounds, since the
+first also compiles, and a call that goes on has none."""
 STARTED = "arm.json"
 PROBES = "probes.json"
 TOGGLE = ToggleConfig(period=10, threshold=0.8, percentile=25.0, min_answers=4)
@@ -73,39 +84,42 @@ RIGID = ToggleConfig(period=1 << 40, threshold=0.0, percentile=25.0, min_answers
 """Toggle that never leaves its budgeted phase and asks for no accuracy first."""
 PICTURES = Drawing(scenes=SCENES, max_tokens=256)
 IN_WORDS = replace(PICTURES, name="words", ask="words")
-SUMS = replace(PROBLEMS, name="sums", max_tokens=256)
-TOOLS = ToolUse(name="tools", max_turns=4, max_tokens=96)
+LEVELS_FROM = "hybrid-zero_vision"
+"""The model whose rewards say how hard tasks are (rl_levels.py), where it is there."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
     start: str = "hybrid-zero_vision"
     trained: Mapping[str, Environment]
-    evaluated: Mapping[str, Environment] = field(
-        default_factory=lambda: {"drawing": PICTURES, "words": IN_WORDS, "sums": SUMS}
-    )
+    evaluated: Mapping[str, Environment]
     toggle: ToggleConfig | None = None
 
 
-def arm_of(name: ArmName) -> Arm:
-    if name.startswith("vision"):
-        start = {
-            "vision-mla": "mla-zero_vision",
-            "vision-text-image": "hybrid-text_image",
-            "vision-none": "hybrid-none",
-        }
-        return Arm(start=start.get(name, "hybrid-zero_vision"), trained={"drawing": PICTURES})
-    if name.startswith("sums"):
-        toggle = {"sums-toggle": TOGGLE, "sums-rigid": RIGID}.get(name)
-        return Arm(trained={"sums": SUMS}, toggle=toggle)
-    if name == "tools":
-        return Arm(trained={"tools": TOOLS}, evaluated={"tools": TOOLS, "sums": SUMS})
+def start_of(name: ArmName) -> str:
+    starts = {"vision-mla": "mla-zero_vision", "vision-text-image": "hybrid-text_image", "vision-none": "hybrid-none"}
+    return starts.get(name, "hybrid-zero_vision")
+
+
+def arm_of(name: ArmName, levels: Levels) -> Arm:
+    problems, calculations = sums(levels.sums), tools(levels.tools)
     trained: dict[str, dict[str, Environment]] = {
         "words": {"words": IN_WORDS},
         "shuffled": {"drawing": replace(PICTURES, ask="shuffled")},
-        "joint": {"drawing": PICTURES, "sums": SUMS},
+        "sums": {"sums": problems},
+        "joint": {"drawing": PICTURES, "sums": problems},
+        "tools": {"tools": calculations},
     }
-    return Arm(trained=trained[name])
+    evaluated: dict[str, Environment] = {"drawing": PICTURES, "words": IN_WORDS, "sums": problems}
+    if name == "tools":
+        evaluated = {"tools": calculations, "sums": problems}
+    family = "sums" if name.startswith("sums") else name
+    return Arm(
+        start=start_of(name),
+        trained=trained.get(family, {"drawing": PICTURES}),
+        evaluated=evaluated,
+        toggle={"sums-toggle": TOGGLE, "sums-rigid": RIGID}.get(name),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,6 +136,10 @@ class Settings:
     pool: int = 1024
     """Tasks that are drawn from."""
     lr: float = 3e-4
+    sums_level: int | None = None
+    """How hard word problems are, 1 to 3; None: as suits the model at the start (rl_levels.py)."""
+    tools_level: int | None = None
+    """The same of calculations."""
     tag: str = ""
     """Keeps a trial with other settings apart: a run and a row of its own, which the bars leave alone."""
     evaluated: int = 256
@@ -146,9 +164,8 @@ class Settings:
     results: Path = Path("benchmarks/results/rl.json")
 
 
-def rl_config(settings: Settings, arm: Arm, run: RunConfig) -> RLConfig:
-    start = Path(settings.out) / f"sft-{arm.start}"
-    talk = TalkConfig(max_tokens=480, max_turns=TOOLS.max_turns, processor=processor_of(run, start))
+def rl_config(settings: Settings, run: RunConfig, start: Path, toggle: ToggleConfig | None = None) -> RLConfig:
+    talk = TalkConfig(max_tokens=480, max_turns=tools(1).max_turns, processor=processor_of(run, start))
     return RLConfig(
         iterations=settings.iterations,
         tasks=settings.tasks,
@@ -156,8 +173,8 @@ def rl_config(settings: Settings, arm: Arm, run: RunConfig) -> RLConfig:
         overlap=settings.overlap,
         seed=settings.seed,
         rollout=RolloutConfig(group_size=settings.samples, concurrency=settings.sequences, talk=talk),
-        learner=LearnerConfig(optimizer=OptimizerConfig(lr=settings.lr, weight_decay=0.0), row_tokens=16_384),
-        groups=GroupConfig(toggle=arm.toggle),
+        learner=LearnerConfig(optimizer=OptimizerConfig(lr=settings.lr, weight_decay=0.0), row_tokens=ROW_TOKENS),
+        groups=GroupConfig(toggle=toggle),
         engine=EngineConfig(
             max_sequences=settings.sequences, token_budget=max(4096, 2 * settings.sequences),
             max_length=settings.max_length, memory_gib=settings.memory_gib, num_snapshots=64,
@@ -178,29 +195,56 @@ def run_arm(settings: Settings) -> dict[str, Any]:
     """Train as far as the time allows and give the row of what there is."""
     began = time.monotonic()
     assert settings.arm != "report"
-    arm, folder = arm_of(settings.arm), settings.out / f"rl-{name_of(settings)}-{settings.seed}"
-    start = settings.out / f"sft-{arm.start}"
+    folder = settings.out / f"rl-{name_of(settings)}-{settings.seed}"
+    start = settings.out / f"sft-{start_of(settings.arm)}"
     if not is_there(settings.out, start.name):
         raise SystemExit(
             f"{settings.out} holds no {start.name}: run benchmarks/rl_base.py base, then sft, with --out {settings.out}"
         )
     device = pick_device("auto")
+    say(f"{name_of(settings)}: start, on {device}")
+    levels = levels_of(settings, device)
+    arm = arm_of(settings.arm, levels)
     model, tokenizer, run = load_run(start, device=device)
-    config = rl_config(settings, arm, run)
+    say(f"{start.name} is loaded, {model.num_parameters():,} parameters")
+    config = rl_config(settings, run, start, arm.toggle)
     if settings.tiny:
         arm = shortened(arm)
-    resume = _begun(settings, folder)
-    work = Work(
-        settings=settings, arm=arm, folder=folder, model=model, tokenizer=tokenizer, end=began + settings.seconds
-    )
-    asyncio.run(work.run(config, resume=resume))
-    return row_of(settings, arm, folder, config, device, seconds=time.monotonic() - began)
+    resume = _begun(settings, levels, folder)
+    with StopRequest(lambda name: say(f"{name}: finishing the iteration and saving")) as stop:
+        work = Work(
+            settings=settings, arm=arm, folder=folder, model=model, tokenizer=tokenizer, stop=stop,
+            end=began + settings.seconds,
+        )  # fmt: skip
+        asyncio.run(work.run(config, resume=resume))
+    if stop.signal_number is not None:
+        say("saved: the same command goes on")
+        raise Interrupted(stop.signal_number)
+    row = row_of(settings, arm, folder, config, device, seconds=time.monotonic() - began)
+    return row | {"levels": asdict(levels)}
 
 
-def _begun(settings: Settings, folder: Path) -> bool:
+def levels_of(settings: Settings, device: torch.device) -> Levels:
+    """As told; else those of the folder of models, chosen now where nobody has."""
+    told = {"sums": settings.sums_level, "tools": settings.tools_level}
+    given = {name: level for name, level in told.items() if level is not None}
+    if settings.tiny or len(given) == len(told):
+        return Levels(**given)
+    path = settings.out / f"levels-{settings.seed}.json"
+    if (kept := kept_levels(path)) is not None:
+        return replace(kept, **given)
+    known = is_there(settings.out, f"sft-{LEVELS_FROM}")
+    assert settings.arm != "report"
+    start = settings.out / f"sft-{LEVELS_FROM if known else start_of(settings.arm)}"
+    model, tokenizer, run = load_run(start, device=device)
+    say(f"levels are chosen by {start.name}")
+    return replace(choose_levels(path, model, tokenizer, rl_config(settings, run, start)), **given)
+
+
+def _begun(settings: Settings, levels: Levels, folder: Path) -> bool:
     """Whether there is a run to go on with; one with other settings is refused."""
     decides = ("arm", "seed", "tasks", "samples", "pool", "lr", "overlap", "tiny", "evaluated", "items")
-    asked = {name: getattr(settings, name) for name in decides}
+    asked = {name: getattr(settings, name) for name in decides} | {"levels": asdict(levels)}
     record = folder / STARTED
     is_saved = (folder / CHECKPOINTS).is_dir() and checkpoint.find(folder / CHECKPOINTS) is not None
     if is_saved and record.exists() and not settings.again:
@@ -221,6 +265,7 @@ class Work:
     folder: Path
     model: Decoder
     tokenizer: Tokenizer
+    stop: StopRequest
     end: float
     """When the call has to be over."""
 
@@ -229,33 +274,42 @@ class Work:
         async with Loop(
             self.model, self.tokenizer, self.arm.trained, config, folder=self.folder, resume=resume
         ) as loop:  # fmt: skip
+            say(f"engine ready, iteration {loop.iteration} of {settings.iterations}")
             looked = await self._look(loop)
+            if not resume:
+                loop.save()  # so that what was seen before is there, whatever happens
+            kept = min(max(looked, LOOK_SECONDS[0]), LOOK_SECONDS[1])
             last_save = time.monotonic()
-            while loop.iteration < settings.iterations:
+            while loop.iteration < settings.iterations and self.stop.signal_number is None:
                 longest = max((record["seconds"] for record in _records(self.folder)[-20:]), default=0.0)
-                # What is left to do after the loop takes about as long as the first look did, and a save.
-                if time.monotonic() + longest + 1.3 * looked + 10 > self.end and loop.iteration:
+                if time.monotonic() + longest + kept + 5 > self.end and loop.iteration:
                     break
                 record = await loop.step()
-                if loop.iteration % 10 == 0 or settings.tiny:
-                    print(_line(settings, record), flush=True)
-                if time.monotonic() - last_save > 120:  # a call that is cut off loses two minutes at most
+                if loop.iteration in (1, 2, 3, 5) or loop.iteration % 10 == 0 or settings.tiny:
+                    say(_line(settings, record))
+                if time.monotonic() - last_save > SAVE_SECONDS:
                     loop.save()
                     last_save = time.monotonic()
             loop.save()
-            await self._look(loop)
+            say(f"saved at iteration {loop.iteration}")
+            if self.stop.signal_number is None:
+                await self._look(loop)
 
     async def _look(self, loop: Loop) -> float:
         """Test tasks and the probe, unless these weights were looked at; the seconds it took."""
         began = time.monotonic()
         if loop.iteration not in {record["iteration"] for record in read_evaluations(self.folder)}:
             told = EvaluationConfig(tasks=self.settings.evaluated, samples=3)
-            await evaluate(loop, self.arm.evaluated, told, self.folder)
+            found = await evaluate(loop, self.arm.evaluated, told, self.folder)
+            for name, numbers in found["environments"].items():
+                say(f"evaluated at {loop.iteration}: {name} {evaluation_line(numbers)}")
         probes = _probes(self.folder)
         if str(loop.iteration) not in probes:
-            found = spatial_score(loop.learner.model, self.tokenizer, spatial_items(self.settings.items))
-            probes[str(loop.iteration)] = found.plain()
+            score = spatial_score(loop.learner.model, self.tokenizer, spatial_items(self.settings.items))
+            probes[str(loop.iteration)] = score.plain()
             (self.folder / PROBES).write_text(json.dumps(probes) + "\n")
+            chance = f"{score.chance:.3f} by chance"
+            say(f"spatial probe at {loop.iteration}: {score.accuracy:.3f} of {len(score.right)} items, {chance}")
         return time.monotonic() - began
 
 
@@ -270,9 +324,11 @@ def _probes(folder: Path) -> dict[str, Any]:
 
 
 def _line(settings: Settings, record: Mapping[str, Any]) -> str:
+    equal = record["dropped"].get("groups with equal rewards", 0) / settings.tasks
     return (
         f"{name_of(settings)} {record['iteration']}/{settings.iterations}  reward {record.get('reward', 0):.3f}  "
         f"length {record.get('length', 0):.0f}  gap {record['gap']:.4f}  clipped {record['clipped']:.3f}  "
+        f"equal groups {equal:.0%}  "
         f"{record['seconds']:.2f} s ({record['rollout_seconds']:.2f} playing, {record['learn_seconds']:.2f} learning)"
     )
 
@@ -401,7 +457,8 @@ def tiny(settings: Settings) -> Settings:
         samples=min(settings.samples, 2), evaluated=min(settings.evaluated, 2), items=min(settings.items, 12),
         sequences=8, memory_gib=0.25,
     )  # fmt: skip
-    if not is_there(settings.out, f"sft-{arm_of(settings.arm).start}"):
+    assert settings.arm != "report"
+    if not is_there(settings.out, f"sft-{start_of(settings.arm)}"):
         make_models(Models(step="all", tiny=True, out=settings.out, results=settings.out / "rl_base.json"))
     return settings
 
@@ -416,6 +473,7 @@ def main(settings: Settings) -> None:
         return
     row = run_arm(tiny(settings) if settings.tiny else settings)
     add_rows(settings.results, [row], key=KEY)
+    say(f"row of {row['arm']} in {settings.results}")
     for name, after in row["after"].items():
         before = row["before"][name]
         if name.endswith(OTHER_PICTURES) or not after["count"] or not before["count"]:

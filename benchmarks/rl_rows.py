@@ -1,13 +1,24 @@
-"""Rows of results in one file: a JSON list, a row on every line. Scripts that run side by side add to it in turn."""
+"""What the scripts of reinforcement learning write: rows of results, and lines with the time. No script of its own.
+
+Rows lie in one file, a JSON list with a row on every line; scripts that run side by side add to it in turn. A line
+begins with the time of day in UTC and the seconds since the script began, so that the log of a call that was cut off
+tells where its time went.
+"""
 
 import fcntl
 import json
 import os
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
+_BEGAN = time.monotonic()
+
+
+def say(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S', time.gmtime())} {time.monotonic() - _BEGAN:7.1f} s  {text}", flush=True)
 
 
 def read_rows(path: Path) -> list[Row]:

@@ -8,15 +8,17 @@
         none           numbers in their place: nothing is a picture
                                          and share word problems and calls of a calculator
 
-A word problem is worked out at length, in short or as numbers alone: reinforcement learning finds answers of different
-lengths to choose from. Tasks are those of the environments' train split, far from the numbers that it draws from; the
-spatial probe (eval/spatial.py) occurs nowhere.
+A word problem has one to three steps and is worked out at length, in short or as numbers alone: reinforcement learning
+finds answers of different lengths to choose from, and problems that it can begin with. Calculations have one to three
+steps too; one dialogue of four tells them in words. Tasks are those of the environments' train split, far from the
+numbers that it draws from; the spatial probe (eval/spatial.py) occurs nowhere.
 """
 
 import json
 import os
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +32,12 @@ from perilune.rl.environments.logic import Logic
 from perilune.rl.environments.word_problems import WordProblems
 
 SCENES = ScenesConfig()
-PROBLEMS = WordProblems(steps=3)
+LEVELS = (1, 2, 3)
+"""Of word problems: steps. Of calculations: steps, with numbers of a digit more."""
+PROBLEMS = {level: WordProblems(steps=level) for level in LEVELS}
 SUMS = Arithmetic(terms=2, digits=2)
-CALCULATIONS = Calculator(steps=2, digits=3)
+CALCULATIONS = {level: Calculator(steps=level, digits=level + 1) for level in LEVELS}
+TOLD = {level: replace(each, form="steps") for level, each in CALCULATIONS.items()}
 PUZZLES = Logic()
 FAR = 10_000_000
 """Numbers of tasks from here on: reinforcement learning draws from the first few thousand."""
@@ -100,7 +105,7 @@ def _picture_text(dice: SplitMix, number: int) -> str:
 
 
 def _problem_text(dice: SplitMix, number: int) -> str:
-    question = PROBLEMS.task(number, "train").data["question"]
+    question = PROBLEMS[dice.choose(LEVELS)].task(number, "train").data["question"]
     return f"{question}\n{worked_out(question, dice.choose(HOW_LONG))}"
 
 
@@ -117,7 +122,7 @@ def _puzzle_text(dice: SplitMix, number: int) -> str:
 def _calculation_text(dice: SplitMix, number: int) -> str:
     lines = []
     for place in range(4):
-        task = CALCULATIONS.task(number + FAR * place, "train")
+        task = CALCULATIONS[dice.choose(LEVELS)].task(number + FAR * place, "train")
         lines.append(f"{task.data['text']}\ncalculator {_expression(task.data['text'])}\n-> {task.data['answer']}")
     return "\n".join(lines)
 
@@ -149,7 +154,7 @@ def lesson(kind: Kind, *, seed: int, number: int) -> dict[str, Any]:
         return _drawing(kind, number)
     if turn < 6:
         return _problem(dice, number)
-    return _direct_sum(number) if dice.below(3) == 0 else _calculation(number)
+    return _direct_sum(number) if dice.below(3) == 0 else _calculation(dice, number)
 
 
 def _drawing(kind: Kind, number: int) -> dict[str, Any]:
@@ -161,8 +166,9 @@ def _drawing(kind: Kind, number: int) -> dict[str, Any]:
 
 
 def _problem(dice: SplitMix, number: int) -> dict[str, Any]:
-    question = PROBLEMS.task(2 * FAR + number, "train").data["question"]
-    return _said(f"{question}\n{PROBLEMS.instruction}".strip(), worked_out(question, dice.choose(HOW_LONG)))
+    problems = PROBLEMS[dice.choose(LEVELS)]
+    question = problems.task(2 * FAR + number, "train").data["question"]
+    return _said(f"{question}\n{problems.instruction}".strip(), worked_out(question, dice.choose(HOW_LONG)))
 
 
 def _direct_sum(number: int) -> dict[str, Any]:
@@ -172,9 +178,12 @@ def _direct_sum(number: int) -> dict[str, Any]:
     return said | {"tools": [CALCULATOR.plain()]}
 
 
-def _calculation(number: int) -> dict[str, Any]:
-    task = CALCULATIONS.task(2 * FAR + number, "train")
-    call = {"name": CALCULATOR.name, "arguments": json.dumps({"expression": _expression(task.data["text"])})}
+def _calculation(dice: SplitMix, number: int) -> dict[str, Any]:
+    level, is_told = dice.choose(LEVELS), dice.below(4) == 0
+    # The same draws: what is told in words has the other's expression.
+    plain, told = (each[level].task(2 * FAR + number, "train") for each in (CALCULATIONS, TOLD))
+    task = told if is_told else plain
+    call = {"name": CALCULATOR.name, "arguments": json.dumps({"expression": _expression(plain.data["text"])})}
     identity = f"functions.{CALCULATOR.name}:0"
     messages = [
         {"role": "user", "content": f"{task.data['text']}\n{FINAL}"},

@@ -32,7 +32,7 @@ from typing import Any, Literal
 
 import torch
 import tyro
-from rl_rows import add_rows
+from rl_rows import add_rows, say
 
 from perilune import hub
 from perilune.data.chat import encode, parse_messages, render
@@ -152,7 +152,8 @@ async def our_loop(
             group_size=settings.samples, concurrency=sequences, talk=TalkConfig(max_tokens=settings.tokens)
         ),
         learner=LearnerConfig(
-            optimizer=OptimizerConfig(kind=settings.optimizer, lr=settings.lr, weight_decay=0.0), row_tokens=16_384
+            optimizer=OptimizerConfig(kind=settings.optimizer, lr=settings.lr, weight_decay=0.0),
+            row_tokens=65_536 if model.embed_tokens.weight.is_cuda else 16_384,
         ),
         engine=EngineConfig(
             max_sequences=sequences, token_budget=max(2048, 2 * sequences), max_queue=sequences,
@@ -164,8 +165,10 @@ async def our_loop(
     records = []
     with tempfile.TemporaryDirectory() as folder:
         async with Loop(model, tokenizer, {"hashing": environment}, config, folder=folder) as loop:
-            for _ in range(config.iterations):
+            say("engine ready")
+            for number in range(config.iterations):
                 records.append(await loop.step())
+                say(f"iteration {number + 1} of {config.iterations}, {records[-1]['seconds']:.2f} s")
                 between()
     return records[settings.warm_ups :]
 
@@ -230,6 +233,7 @@ class PlainLoop:
             self.times.append({"playing": played - began, "learning": ended - played, "all": ended - began,
                                "tokens": float(sum(map(len, answers)))})  # fmt: skip
         self.iteration += 1
+        say(f"plain loop: iteration {self.iteration}, {ended - began:.2f} s")
 
 
 def _plain_step(

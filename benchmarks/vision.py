@@ -11,16 +11,22 @@ schedule ends with the time), draws held-out pictures greedily and writes a row 
 has the share of answers that parse, pixel similarity, shape F1 and their sum, the same against other pictures, with 95%
 intervals; text bits per byte; for the fusion arms the dip: by how much validation on text is worse after pictures enter
 than before. Answers are kept beside it, so that pages can be scored on a machine with Chromium.
+
+The fusion arms and the text-only one are a comparison: an arm takes as many steps as the first of them whose row is
+there with the same --seconds. On machines that do not share the results, give --steps.
 """
 
 import fcntl
 import json
+import math
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any, Literal
 
 import torch
@@ -35,11 +41,13 @@ from perilune.data.vision_documents import Exercise, ask, pictures
 from perilune.model import Decoder
 from perilune.recipes.pretrain import micro
 from perilune.recipes.vision import fused, fusion_early, text_control, vision_small
+from perilune.serve.greedy import greedy_answers
 from perilune.train import RunConfig, load_run, train
 from perilune.train.config_file import from_plain, to_plain
-from perilune.train.drawing import answers
 from perilune.train.environment import describe_environment
 from perilune.train.pictures import draw_held_out
+from perilune.train.records import VISION_VALID_ROWS
+from perilune.train.run_folder import METRICS
 from perilune.train.trainer import pick_device
 
 Arm = Literal["scenes", "icons", "html", "video", "fusion-early", "fusion-mid", "fusion-late", "text-only"]
@@ -50,9 +58,15 @@ KINDS = {
     "video": ("animation", "video"),
 }
 SCORES = ("pixel", "f1", "reward")
-MEASURED_STEPS = 12
+MEASURED_STEPS = 16
+VALIDATIONS = 50
+VALIDATION_SHARE = 0.05
+"""Of the time of a run, at most."""
 DIP_PART = 0.05
-"""Of the run, after pictures enter: where the worst validation is looked for."""
+"""Of the run, after pictures enter: where the worst validation is looked for; at least until the next one."""
+DRAWING_SHARE = 0.875
+DRAWING_ROWS = 64
+"""56 rows with pictures and 8 of text in every step: steps of one shape can be replayed as CUDA graphs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +80,7 @@ class Settings:
     samples: int = 256
     """Held-out pictures."""
     share: float | None = None
-    """Of the rows, with pictures; 0.9 for the arms that draw, 0.1 for the fusion arms."""
+    """Of the rows, with pictures; 0.875 for the arms that draw, 0.1 for the fusion arms."""
     corpus: str = "stdlib"
     """Text beside the pictures: a path, stdlib or generated."""
     icons: str = ""
@@ -75,6 +89,8 @@ class Settings:
     """Processes that make pictures."""
     decoupled: bool = False
     """Train with the decoupled encoder step."""
+    cuda_graphs: bool | None = None
+    """None: steps are CUDA graphs where they can be."""
     rescore: bool = False
     """Do not train: score the answers that an earlier call kept."""
     tiny: bool = False
@@ -90,8 +106,9 @@ def config_of(settings: Settings) -> RunConfig:
     assert vision is not None
     vision = replace(vision, workers=settings.workers, samples=0)
     trainer = replace(
-        run.trainer, report=False, tensorboard=False, checkpoint_every=0, decoupled_vision=settings.decoupled
-    )
+        run.trainer, report=False, tensorboard=False, checkpoint_every=0, decoupled_vision=settings.decoupled,
+        sample_prompts=(), cuda_graphs=settings.cuda_graphs,
+    )  # fmt: skip
     data = replace(run.data, vision=vision, corpus=replace(run.data.corpus, source=settings.corpus))
     run = replace(run, seed=settings.seed, data=data, trainer=trainer)
     if settings.tiny:
@@ -113,9 +130,11 @@ def _drawing_run(settings: Settings) -> RunConfig:
         icon_sets=("tabler", "feather") if kind == "icon" else (),
         icon_held_out_sets=("lucide",) if kind == "icon" else (),
     )  # fmt: skip
-    share = 0.9 if settings.share is None else settings.share
+    share = DRAWING_SHARE if settings.share is None else settings.share
     vision = replace(vision, scenes=scenes, tasks=(task,), fusion=FusionConfig(share=share))
-    return replace(run, data=replace(run.data, vision=vision))
+    # All rows of a kind at once: a small model waits for launches, not for memory.
+    trainer = replace(run.trainer, global_batch_rows=DRAWING_ROWS, micro_batch_rows=DRAWING_ROWS)
+    return replace(run, data=replace(run.data, vision=vision), trainer=trainer)
 
 
 def _fusion_run(settings: Settings) -> RunConfig:
@@ -142,36 +161,60 @@ def tiny(run: RunConfig) -> RunConfig:
             vision=replace(vision, scenes=scenes, workers=0, dialect_texts=200, sample_tokens=64),
         ),
         trainer=replace(
-            run.trainer, precision="float32", global_batch_rows=10, micro_batch_rows=10, eval_rows=4, device="cpu",
+            run.trainer, precision="float32", global_batch_rows=10, micro_batch_rows=10, eval_rows=1, device="cpu",
         ),
     )  # fmt: skip
 
 
 def steps_for(config: RunConfig, seconds: float) -> int:
-    """Optimizer steps that fit, from the last tokens per second of a few."""
+    """Optimizer steps that fit, from the tokens per second of the last of a few."""
     few = replace(config, trainer=replace(config.trainer, steps=MEASURED_STEPS, eval_every=0, log_every=1))
     with tempfile.TemporaryDirectory() as folder:
-        summary = train(few, runs_folder=folder, quiet=True)
-    rate = summary["tokens_per_s"] or 1.0
+        train(few, runs_folder=folder, quiet=True)
+        lines = [json.loads(line) for line in (Path(folder) / few.name / METRICS).read_text().splitlines()]
+    # The first compile kernels and record graphs; one of the others may have waited for whatever.
+    rate = median([line["tokens_per_s"] for line in lines if line["kind"] == "train"][-MEASURED_STEPS // 2 :])
     return max(MEASURED_STEPS, int(seconds * rate / (config.trainer.global_batch_rows * config.data.seq_len)))
+
+
+def steps_of_others(settings: Settings) -> int | None:
+    """Steps of an arm that this one is compared with, where there is one."""
+    if settings.arm in KINDS or not settings.results.exists():
+        return None
+    rows = json.loads(settings.results.read_text())
+    key = (settings.tiny, settings.seconds)
+    return next((row["steps"] for row in rows if (row["tiny"], row.get("for_seconds")) == key
+                 and row["arm"] not in KINDS), None)  # fmt: skip
+
+
+def steps_between_validations(config: RunConfig, steps: int) -> int:
+    """A fiftieth of the run, or more where validation would take more than its share of the time."""
+    trainer = config.trainer
+    rows = trainer.eval_rows + (min(trainer.eval_rows, VISION_VALID_ROWS) if config.data.has_pictures else 0)
+    # As if a row cost as much as one that is trained on: it has no backward, but is not replayed as a graph either.
+    return max(steps // VALIDATIONS, math.ceil(rows / (VALIDATION_SHARE * trainer.global_batch_rows)))
 
 
 def run_arm(settings: Settings, runs: Path) -> dict[str, Any]:
     """Train, draw, score: one row of the results."""
     config = config_of(settings)
-    steps = settings.steps or steps_for(config, settings.seconds)
+    say(f"{config.name}: begins on {pick_device(config.trainer.device)}")
+    steps = settings.steps or steps_of_others(settings) or steps_for(config, settings.seconds)
     schedule = replace(config.schedule, warmup_steps=min(config.schedule.warmup_steps, max(1, steps // 10)))
-    trainer = replace(config.trainer, steps=steps, eval_every=max(1, steps // 50))
+    trainer = replace(config.trainer, steps=steps, eval_every=steps_between_validations(config, steps))
     config = replace(config, schedule=schedule, trainer=trainer)
+    say(f"{config.name}: {steps:,} steps, a validation every {trainer.eval_every}")
     began = time.monotonic()
     summary = train(config, runs_folder=runs, overwrite=True, quiet=False)
     seconds = time.monotonic() - began
+    say(f"{config.name}: trained for {seconds:.0f} s, {summary['tokens_per_s'] or 0:,.0f} tokens/s at the end")
     device = pick_device(config.trainer.device)
     row = {
         "arm": settings.arm,
         "seed": settings.seed,
         "tiny": settings.tiny,
         "steps": steps,
+        "for_seconds": None if settings.steps else settings.seconds,
         "seconds": round(seconds, 1),
         "tokens": summary["tokens"],
         "tokens_per_s": summary["tokens_per_s"],
@@ -203,7 +246,8 @@ def _dip(metrics: Path, config: RunConfig) -> dict[str, float]:
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     valid = [(line["step"], line["bits_per_byte"]) for line in lines if line["kind"] == "valid"]
     before = [value for step, value in valid if step <= entry]
-    after = [value for step, value in valid if entry < step <= entry + max(1, DIP_PART * config.trainer.steps)]
+    window = max(config.trainer.eval_every, DIP_PART * config.trainer.steps)
+    after = [value for step, value in valid if entry < step <= entry + window]
     if not before or not after:
         return {}
     return {"before_entry": before[-1], "after_entry": max(after), "dip": max(after) / before[-1] - 1}
@@ -218,14 +262,15 @@ def evaluate(
     rows = VisionRows(vision, tokenizer, seq_len=config.data.seq_len, seed=config.seed, held_out=True)
     began = time.monotonic()
     drawn = draw_held_out(
-        model, tokenizer, rows, count=settings.samples, max_new_tokens=vision.sample_tokens, task=vision.tasks[0]
-    )
+        model, tokenizer, rows, count=settings.samples, max_new_tokens=vision.sample_tokens, task=vision.tasks[0],
+        answer=greedy_answers,
+    )  # fmt: skip
     texts, asked = [each.text for each in drawn], [each.exercise for each in drawn]
+    say(f"{len(drawn)} held-out pictures drawn")
     row = {"samples": len(drawn), "drawing_seconds": round(time.monotonic() - began, 1), **scored(texts, asked)}
     if vision.tasks[0] == "video":
-        mixed = answers(
-            model, tokenizer, [frames_mixed(tokenizer, each) for each in asked], max_new_tokens=vision.sample_tokens
-        )
+        prompts = [frames_mixed(tokenizer, each) for each in asked]
+        mixed = greedy_answers(model, tokenizer, prompts, max_new_tokens=vision.sample_tokens)
         row["mixed_frames"] = _intervals([score_source(text, each.sample) for text, each in zip(mixed, asked)])
     return row, texts
 
@@ -273,7 +318,10 @@ def _intervals(scores: Sequence[PictureScore]) -> dict[str, list[float]]:
 
 def rescore(settings: Settings) -> dict[str, Any]:
     """The scores of the answers that an earlier call kept."""
-    kept = json.loads(_answers_path(settings).read_text())
+    path = _answers_path(settings)
+    if not path.exists():
+        raise SystemExit(f"{path} is not there: train the arm first, or copy the answers of another machine to it")
+    kept = json.loads(path.read_text())
     config = from_plain(RunConfig, kept["config"])
     vision = config.data.vision
     assert vision is not None
@@ -281,6 +329,14 @@ def rescore(settings: Settings) -> dict[str, Any]:
     rows = VisionRows(vision, Tokenizer.train([], 512), seq_len=config.data.seq_len, seed=config.seed, held_out=True)
     asked = rows.examples(len(kept["texts"]), task=vision.tasks[0])
     return scored(kept["texts"], asked)
+
+
+_BEGAN = time.monotonic()
+
+
+def say(text: str) -> None:
+    """For whoever looks at a run that was cut off: where its time went."""
+    print(f"[{time.monotonic() - _BEGAN:7.1f} s] {text}", file=sys.stderr, flush=True)
 
 
 def _answers_path(settings: Settings) -> Path:
@@ -319,6 +375,7 @@ def main(settings: Settings) -> None:
         with tempfile.TemporaryDirectory() as runs:
             row = run_arm(settings, Path(runs))
     add_row(settings.results, row)
+    say("the row is written")
     print(json.dumps({name: value for name, value in row.items() if name != "environment"}, indent=1))
 
 

@@ -1,5 +1,6 @@
 """benchmarks/parl.py in miniature: every piece runs, goes on where it was, and the bars say what was not met."""
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -69,6 +70,47 @@ def test_the_product_of_recipe_and_swarm_has_an_interval_over_seeds(bars):
     told = bars.product_text(rows)
     assert "Interaction (1: gains multiply): 1.00 [" in told
     assert "not measured" in bars.product_text(rows[:3])
+
+
+def test_traces_of_all_parts_are_as_many_as_asked_for_and_have_seeds_of_their_own(monkeypatch, tmp_path):
+    traces = load_script(monkeypatch, "parl_traces")
+    asked = traces.Settings(file=tmp_path / "a.jsonl", orchestrators=31, workers=50, seed=2)
+    configs = traces.trace_configs(asked)
+    assert sum(each.orchestrators for each in configs) == 31 and sum(each.workers for each in configs) == 50
+    others = traces.trace_configs(replace(asked, seed=3))
+    assert len({each.seed for each in (*configs, *others)}) == 2 * traces.PARTS
+    assert {each.well_formed for each in configs} == {0.6}
+    assert {each.well_formed for each in traces.trace_configs(replace(asked, mix="well-formed"))} == {1.0}
+    traces.write(replace(asked, tiny=True, orchestrators=3, workers=4))
+    assert len(asked.file.read_text().splitlines()) == 7 and list(tmp_path.iterdir()) == [asked.file]
+
+
+def test_a_model_whose_time_is_up_is_saved_and_gone_on_with_by_the_same_call(monkeypatch, tmp_path, capsys):
+    script = load_script(monkeypatch, "parl_models")
+    settings = script.Settings(step="base", tiny=True, steps=300, out=tmp_path, results=tmp_path / "rows.json", limit=0)
+    monkeypatch.setattr(script, "CALLED", time.monotonic())
+    with pytest.raises(SystemExit) as stopped:
+        script.main(settings)
+    assert stopped.value.code == script.AGAIN and not script.is_there(tmp_path, "base-full-0")
+    begun = script.saved_step(tmp_path / "base-full-0")
+    assert 0 < begun < 300
+    with pytest.raises(SystemExit, match="has no base-full-0 that is whole"):
+        script.main(replace(settings, step="sft"))
+    # As far as it was planned to go: the number of steps is that of the first call.
+    monkeypatch.setattr(script, "train", lambda config, **how: {**how, "steps": config.trainer.steps})
+    config = script.base_config(settings, script.corpus_file(script.small_settings(settings)))
+    _, went_on, _ = script.trained(config, None, replace(settings, steps=None, limit=600), warmup_share=10)
+    assert went_on["resume"] and not went_on["overwrite"] and went_on["steps"] == 300
+    assert "time is up" in capsys.readouterr().out
+
+
+def test_steps_follow_from_the_seconds_and_the_rate_of_the_later_steps(monkeypatch, tmp_path):
+    script = load_script(monkeypatch, "parl_models")
+    settings = script.small_settings(script.Settings(step="base", tiny=True, out=tmp_path))
+    config = script.base_config(settings, script.corpus_file(settings))
+    data = script.open_data(config.data, seed=0)
+    few, many = (script.steps_for(config, seconds, data) for seconds in (0.0, 1e6))
+    assert few == script.MEASURED_STEPS and many > 1000
 
 
 def test_models_are_made_arms_are_trained_tested_and_continued_on_a_cpu(monkeypatch, tmp_path, capsys):

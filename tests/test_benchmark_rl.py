@@ -1,6 +1,7 @@
 """The scripts of the experiments in reinforcement learning, in miniature: models, arms that go on, bars."""
 
 import json
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -10,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+from perilune.rl.environments.calculator import evaluate
 from tests.peers import torchvision_stub
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
-NAMES = ("rl_rows", "rl_texts", "rl_base", "rl_report", "rl_experiments", "rl_throughput")
+NAMES = ("rl_rows", "rl_texts", "rl_base", "rl_levels", "rl_report", "rl_experiments", "rl_throughput")
 
 
 @pytest.fixture(scope="module")
@@ -45,12 +47,13 @@ def models(scripts, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_word_problems_are_worked_out_to_their_answer_in_three_lengths(scripts) -> None:
     for number in range(200):
-        task = scripts.texts.PROBLEMS.task(number, "train")
+        problems = scripts.texts.PROBLEMS[1 + number % 3]
+        task = problems.task(number, "train")
         told = {how: scripts.texts.worked_out(task.data["question"], how) for how in ("long", "short", "bare")}
         for text in told.values():
             assert text.endswith(f"#### {task.data['answer']}")
             reply = [{"role": "assistant", "content": text}]
-            assert scripts.texts.PROBLEMS.judge(task, reply)["outcome"] == 1.0
+            assert problems.judge(task, reply)["outcome"] == 1.0
         assert len(told["long"]) > 2 * len(told["short"]) > 2 * len(told["bare"])
 
 
@@ -76,6 +79,21 @@ def test_what_the_base_reads_holds_every_kind_of_text_and_no_item_of_the_probe(s
     texts = "\n".join(scripts.texts.texts(0, 60))
     assert all(word in texts for word in ("<svg", "####", "calculator", "taller", " = "))
     assert not any(item.question in texts or "True or false" in texts for item in spatial_items(60))
+
+
+def test_a_calculation_that_is_told_in_words_is_called_by_its_expression(scripts) -> None:
+    told = 0
+    for number in range(400):
+        lesson = scripts.texts.lesson("none", seed=0, number=number)
+        calls = [call for message in lesson["messages"] for call in message.get("tool_calls", ())]
+        if not calls or calls[0]["function"]["name"] != "calculator":
+            continue
+        asked, answer = lesson["messages"][0]["content"], lesson["messages"][2]["content"]
+        expression = json.loads(calls[0]["function"]["arguments"])["expression"]
+        assert str(evaluate(expression)) == answer
+        told += asked.startswith("Start with")
+        assert asked.startswith("Start with") or expression in asked
+    assert 0 < told < 40
 
 
 # --- models -----------------------------------------------------------------------------------------------------------
@@ -108,6 +126,34 @@ def test_a_second_base_takes_the_steps_of_the_first(scripts, models: Path, monke
         scripts.base.make_base(settings)
     (config,) = taken
     assert config.trainer.steps == 3 and set(config.model.layer_pattern()) == {"mla"}
+
+
+def test_a_base_that_was_cut_off_goes_on_by_the_same_command(
+    scripts, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    """With the steps that it began with, though nobody names them again."""
+    begun = []
+
+    def cut(phase: str) -> None:
+        begun.extend([phase] if phase == "step:begin" else [])
+        if phase == "step:begin" and len(begun) == 3:
+            signal.raise_signal(signal.SIGTERM)
+
+    train = scripts.base.train
+    settings = scripts.base.Settings(step="base", tiny=True, out=tmp_path, results=tmp_path / "rl_base.json")
+    monkeypatch.setattr(scripts.base, "train", lambda config, **given: train(config, on_phase=cut, **given))
+    with pytest.raises(SystemExit):
+        scripts.base.main(replace(settings, steps=4))
+    assert not scripts.base.is_there(tmp_path, "base-hybrid") and not (tmp_path / "rl_base.json").exists()
+    monkeypatch.setattr(scripts.base, "train", train)
+    monkeypatch.setattr(scripts.base, "steps_for", lambda *_: pytest.fail("how long a step takes is known"))
+    small = {"texts": 120, "megabytes": 0.1, "corpus": "generated", "workers": 0}
+    capsys.readouterr()
+    scripts.base.make_base(replace(settings, **small))
+    assert "base-hybrid: goes on at 3/4" in capsys.readouterr().out
+    assert scripts.base.is_there(tmp_path, "base-hybrid")
+    (row,) = json.loads((tmp_path / "rl_base.json").read_text())
+    assert row["steps"] == 4
 
 
 def test_weights_come_back_from_pieces_rounded_once(
@@ -155,11 +201,53 @@ def test_an_arm_that_runs_out_of_time_goes_on_where_it_was_and_keeps_what_it_mea
         arm(scripts, models, "vision", lr=1.0)
 
 
+def test_an_arm_that_is_told_to_stop_saves_and_leaves_and_goes_on_later(
+    scripts, models: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    step = scripts.experiments.Loop.step
+
+    async def interrupted(self) -> dict:
+        signal.raise_signal(signal.SIGTERM)
+        return await step(self)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(scripts.experiments.Loop, "step", interrupted)
+        with pytest.raises(SystemExit) as left:
+            arm(scripts, models, "words")
+    assert left.value.code == 128 + signal.SIGTERM and "the same command goes on" in capsys.readouterr().out
+    row = arm(scripts, models, "words")
+    assert row["iterations"] == 2 and len(row["curves"]["reward"]) == 2
+
+
 @pytest.mark.parametrize("name", ["sums-toggle", "tools", "joint"])
 def test_arms_without_pictures_and_with_several_environments_give_rows(scripts, models: Path, name: str) -> None:
     row = arm(scripts, models, name, iterations=1)
     assert row["iterations"] == 1 and row["failures"] == {} and row["curves"]["reward"][0] > 0
     assert ("tools" in row["after"]) == (name == "tools")
+
+
+def test_each_environment_takes_the_hardest_level_that_the_model_earns_enough_on(scripts) -> None:
+    assert scripts.levels.hardest({1: 0.9, 2: 0.5, 3: 0.1}) == 2
+    assert scripts.levels.hardest({1: 0.2, 2: 0.1, 3: 0.0}) == 1
+    assert scripts.levels.hardest({1: 0.9, 2: 0.1, 3: 0.4}) == 3
+    with pytest.raises(ValueError, match="sums has level 7, expected one of 1, 2, 3"):
+        scripts.levels.Levels(sums=7)
+
+
+def test_levels_are_chosen_once_for_all_arms_of_a_folder(
+    scripts, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experiments = scripts.experiments
+    monkeypatch.setattr(scripts.levels, "TASKS", 1)
+    settings = experiments.Settings(arm="sums", out=models, sequences=8, memory_gib=0.25, max_length=1024)
+    chosen = experiments.levels_of(settings, torch.device("cpu"))
+    assert chosen == scripts.levels.Levels(sums=1, tools=1)  # an untrained model solves none
+    kept = json.loads((models / "levels-0.json").read_text())
+    assert set(kept["rewards"]) == {"sums", "tools"} and set(kept["rewards"]["tools"]) == {"1", "2", "3"}
+    monkeypatch.setattr(experiments, "choose_levels", lambda *_: pytest.fail("they were chosen already"))
+    assert experiments.levels_of(replace(settings, arm="vision"), torch.device("cpu")) == chosen
+    told = experiments.levels_of(replace(settings, sums_level=3), torch.device("cpu"))
+    assert told == scripts.levels.Levels(sums=3, tools=1)
 
 
 def test_an_arm_without_its_model_says_what_to_run(scripts, tmp_path: Path) -> None:
@@ -171,7 +259,7 @@ def test_every_arm_takes_as_many_samples_and_rigid_never_lifts_its_budget(script
     from perilune.rl.lengths import Toggle
 
     for name in scripts.experiments.ARMS:
-        made = scripts.experiments.arm_of(name)
+        made = scripts.experiments.arm_of(name, scripts.levels.Levels())
         assert made.trained and made.evaluated, name
     assert not Toggle(scripts.experiments.TOGGLE).is_budgeted(10)
     rigid = Toggle(scripts.experiments.RIGID)
@@ -180,10 +268,11 @@ def test_every_arm_takes_as_many_samples_and_rigid_never_lifts_its_budget(script
 
 def test_a_lost_episode_leaves_a_gap_in_the_rewards_of_its_arm(scripts) -> None:
     experiments = scripts.experiments
-    names = [experiments.SUMS.task(number, "test").name for number in range(3)]
+    sums = scripts.levels.sums(2)
+    names = [sums.task(number, "test").name for number in range(3)]
     found = {"environments": {"sums": {"count": 2, "rewards": {names[2]: 0.3, names[0]: 0.1}}}}
     settings = experiments.Settings(arm="sums", evaluated=3)
-    numbers = experiments._numbers(experiments.Arm(trained={}, evaluated={"sums": experiments.SUMS}), settings, found)
+    numbers = experiments._numbers(experiments.Arm(trained={}, evaluated={"sums": sums}), settings, found)
     assert numbers["sums"]["rewards"] == [0.1, None, 0.3]
     pictures = experiments.PICTURES
     shuffled = experiments.replace(pictures, ask="shuffled")

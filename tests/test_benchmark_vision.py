@@ -69,6 +69,35 @@ def test_steps_fill_the_time_that_is_given(vision):
     assert vision.steps_for(config, 1e-6) == vision.MEASURED_STEPS
 
 
+def test_arms_of_one_comparison_take_as_many_steps_as_the_first_of_them(vision, inside, monkeypatch):
+    monkeypatch.setattr(vision, "steps_for", lambda config, seconds: 6)
+    assert run(vision, inside, "fusion-late", steps=None, seconds=9.0)["steps"] == 6
+    monkeypatch.setattr(vision, "steps_for", lambda config, seconds: 7)
+    assert run(vision, inside, "text-only", steps=None, seconds=9.0)["steps"] == 6
+    assert run(vision, inside, "text-only", steps=None, seconds=8.0)["steps"] == 7
+    assert run(vision, inside, "scenes", steps=None, seconds=9.0)["steps"] == 7
+
+
+@pytest.mark.parametrize("arm", ["scenes", "fusion-late", "text-only"])
+@pytest.mark.parametrize("steps", [16, 55, 600, 3000])
+def test_validation_is_rare_enough_to_cost_little_and_often_enough_to_be_a_curve(vision, arm, steps):
+    config = vision.config_of(vision.Settings(arm=arm))
+    every = vision.steps_between_validations(config, steps)
+    vision_rows = 0 if arm == "text-only" else vision.VISION_VALID_ROWS
+    validated = steps // every * (config.trainer.eval_rows + vision_rows)
+    assert validated <= 0.05 * steps * config.trainer.global_batch_rows
+    assert steps < 3000 or steps // every >= 40
+
+
+@pytest.mark.parametrize("arm", ["scenes", "icons", "html", "video"])
+def test_every_step_of_an_arm_that_draws_has_the_same_rows_of_each_kind(vision, arm):
+    """So that few shapes of micro-batches come, and steps are replayed."""
+    config = vision.config_of(vision.Settings(arm=arm, icons="icons.jsonl"))
+    fusion, rows = config.fusion(), config.trainer.global_batch_rows
+    counts = {fusion.vision_before((step + 1) * rows) - fusion.vision_before(step * rows) for step in range(50)}
+    assert len(counts) == 1 and max(counts) <= config.trainer.micro_batch_rows
+
+
 def test_the_arms_of_one_comparison_spend_the_same_rows(vision):
     spent = set()
     for timing in ("early", "mid", "late"):

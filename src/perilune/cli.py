@@ -171,12 +171,15 @@ def train_verb(arguments: list[str]) -> None:
 
         show_dry_run(config, flags.dry_run, as_json=flags.json)
         return
+    from perilune.serve.greedy import greedy_answers
+
     summary = train(
         config,
         runs_folder=runs,
         resume=flags.resume or _goes_on(Path(runs) / config.name, overwrite=flags.overwrite),
         overwrite=flags.overwrite,
         quiet=flags.quiet or flags.json,
+        answer=greedy_answers,
     )
     if not summary:
         return  # one of many ranks: the first one speaks

@@ -94,13 +94,20 @@ def _drawn_section(
     from perilune.data.hostile import RendererMissing
     from perilune.data.picture_scores import paired_scores, score_source
     from perilune.report.pictures import picture_row, pictures_section
+    from perilune.serve.greedy import greedy_answers
     from perilune.train.pictures import draw_held_out
 
     vision = config.data.vision
     assert vision is not None
     rows = VisionRows(vision, tokenizer, seq_len=config.data.seq_len, seed=config.seed, held_out=True)
     drawings = draw_held_out(
-        model, tokenizer, rows, count=count, max_new_tokens=max(vision.sample_tokens, config.data.seq_len), task=task
+        model,
+        tokenizer,
+        rows,
+        count=count,
+        max_new_tokens=max(vision.sample_tokens, config.data.seq_len),
+        task=task,
+        answer=greedy_answers,
     )
     if not drawings:
         return None, {}

@@ -143,6 +143,18 @@ def test_held_out_dialogues_are_never_trained_on(tmp_path):
     assert len(trained) + len(held) == 200 and not trained & held and 15 < len(held) < 70
 
 
+def test_the_other_side_is_what_was_held_out_without_reading_again(tmp_path, monkeypatch):
+    source = written(tmp_path, *(talk(f"number {n}", str(n)) for n in range(80)))
+    train, valid = (rows_of(source, valid_fraction=0.3, held_out=each) for each in (False, True))
+    first = train.batch(0, 3)
+    monkeypatch.setattr("perilune.data.chat_rows.document_of", None)
+    for ours, theirs in ((train.other_side(), valid), (valid.other_side(), train), (train, valid.other_side())):
+        assert ours.fingerprint == theirs.fingerprint and ours.num_rows == theirs.num_rows
+        several = 2 * ours.num_rows  # epochs are laid anew
+        assert np.array_equal(ours.batch(0, several).tokens, theirs.batch(0, several).tokens)
+    assert np.array_equal(train.batch(0, 3).tokens, first.tokens)
+
+
 @pytest.mark.parametrize(
     "rows,message",
     [

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from perilune.rl.environments.arithmetic import Arithmetic
-from perilune.rl.learner import Learner, LearnerConfig, Sample
+from perilune.rl.learner import BORDER_UNIT, ROW_UNIT, Learner, LearnerConfig, Sample, fill_up
 from perilune.rl.objective import ObjectiveConfig
 from perilune.rl.rollout import Job, RolloutConfig, Rollouts
 from perilune.rl.talk import TalkConfig
@@ -64,6 +64,34 @@ def test_the_loss_does_not_depend_on_how_samples_are_packed(kind):
     assert one.keys() == many.keys() and one
     for name, gradient in one.items():
         torch.testing.assert_close(many[name], gradient, rtol=1e-8, atol=1e-11, msg=name)
+
+
+def test_rows_that_are_filled_up_have_whole_units_and_the_same_gradients(monkeypatch):
+    samples = [sample(seed, advantage=seed - 1.5, branches=1 + seed % 2) for seed in range(4)]
+    as_they_are = gradients(learner(), samples)
+    monkeypatch.setattr(Learner, "_fills_up", lambda self: True)
+    for row_tokens in (10_000, 1):
+        each = learner(row_tokens=row_tokens)
+        for row in each._rows(samples):
+            assert row.tokens.shape[1] % ROW_UNIT == 0 and (row.cu_seqlens.numel() - 1) % BORDER_UNIT == 0
+            assert row.cu_seqlens[-1] == row.tokens.shape[1] and bool((row.cu_seqlens.diff() >= 0).all())
+        filled = gradients(each, samples)
+        assert filled.keys() == as_they_are.keys()
+        for name, gradient in as_they_are.items():
+            torch.testing.assert_close(filled[name], gradient, rtol=1e-8, atol=1e-11, msg=name)
+
+
+def test_what_fills_a_row_up_is_a_beginning_of_its_longest_document():
+    tokens, borders = [np.arange(3), np.arange(100, 107)], [0, 3, 10]
+    fill_up(tokens, borders)
+    assert sum(map(len, tokens)) == borders[-1] == ROW_UNIT
+    for start, end, document in zip(borders[2:], borders[3:], tokens[2:]):
+        assert end - start == len(document) and document.tolist() == np.arange(100, 107)[: len(document)].tolist()
+    whole = [np.arange(ROW_UNIT)] * BORDER_UNIT
+    borders = [ROW_UNIT * number for number in range(BORDER_UNIT + 1)]
+    before = list(borders)
+    fill_up(whole, borders)
+    assert len(whole) == BORDER_UNIT and borders == before
 
 
 def test_only_sampled_tokens_are_trained():

@@ -1,6 +1,7 @@
 """The whole loop on a tiny model: it learns, it resumes to the same bits, and bad episodes do not stop it."""
 
 import asyncio
+import gc
 import json
 from dataclasses import replace
 
@@ -246,3 +247,14 @@ def test_tasks_of_one_name_are_one_group(start, tmp_path):
     for each in load_trajectories(tmp_path / "trajectories" / "000000.jsonl"):
         counted[each.task] = counted.get(each.task, 0) + 1
     assert set(counted.values()) == {8}
+
+
+def test_what_was_there_before_a_loop_is_not_collected_again_and_again_while_it_runs(start, tmp_path):
+    async def work():
+        before = gc.get_freeze_count()
+        async with Loop(fresh(start), tokenizer(), {"copying": Copying()}, config(1), folder=tmp_path):
+            during = gc.get_freeze_count()
+        return before, during, gc.get_freeze_count()
+
+    before, during, after = asyncio.run(work())
+    assert during > before == after == 0

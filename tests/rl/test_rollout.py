@@ -10,7 +10,7 @@ import torch
 from perilune.rl.environment import OUTCOME, Task
 from perilune.rl.environments.arithmetic import Arithmetic
 from perilune.rl.rollout import Job, RolloutConfig, Rollouts, replayed
-from perilune.rl.talk import TalkConfig, Turn
+from perilune.rl.talk import EngineTalk, TalkConfig, Turn
 from perilune.serve.async_engine import AsyncEngine
 from perilune.serve.engine import Engine, EngineConfig
 from tests.serve.tiny import fresh_model, model, tokenizer
@@ -170,3 +170,23 @@ def test_a_shipped_environment_runs_on_the_engine():
 def test_wrong_settings_are_named(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         RolloutConfig(**wrong)
+
+
+def test_episodes_that_begin_together_are_all_prepared_before_the_engine_is_asked(monkeypatch):
+    """The engine would otherwise decode the first few alone while the prompts of the others are written."""
+    told = []
+    ask, stream = EngineTalk._sampled, AsyncEngine.stream
+
+    async def prepared(self, *given):
+        told.append("prompt")
+        return await ask(self, *given)
+
+    def asked(self, *given, **more):
+        told.append("asked")
+        return stream(self, *given, **more)
+
+    monkeypatch.setattr(EngineTalk, "_sampled", prepared)
+    monkeypatch.setattr(AsyncEngine, "stream", asked)
+    environment = Asking(turns=1)
+    found = collect(environment, jobs(environment, 6))
+    assert len(found.trajectories) == 6 and told == ["prompt"] * 6 + ["asked"] * 6

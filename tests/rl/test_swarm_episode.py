@@ -14,6 +14,7 @@ from perilune.rl.environment import EpisodeOver
 from perilune.rl.swarm_episode import LAST_REPLY, LAST_REPLY_OF_WORKER, SwarmEpisode, swarm_episode
 from perilune.rl.talk import TalkError
 from perilune.serve.async_engine import EngineDead
+from perilune.swarm.tools.tool import ToolContext, tool
 from tests.rl.swarm_talk import ANSWER, CREATE, TOOLS, SwarmTalk, assign, settings
 
 
@@ -62,6 +63,31 @@ def test_each_side_is_shown_its_own_tools_and_the_same_ones_in_every_reply():
     (aside,) = talk.asides.values()
     assert {tuple(names(how)) for how in aside.asked} == {("search", "open")}
     assert set(talk.asked[0]["tools"][0]["function"]["parameters"]["properties"]) == {"name", "system_prompt"}
+
+
+def test_agents_have_folders_of_their_own_only_where_a_tool_writes():
+    seen = []
+
+    def looking(effects):
+        @tool(effects=effects)
+        async def search(context: ToolContext, query: str) -> str:
+            """Search."""
+            seen.append((context.agent, context.workspace, list(context.workspace.iterdir())))
+            return "found"
+
+        return (search, *TOOLS[1:])
+
+    def folders(effects):
+        seen.clear()
+        talk = SwarmTalk([("search", {"query": "q"})], [CREATE], assign("t0", "t1"), ANSWER, worker=lookups)
+        asyncio.run(swarm_episode("find it", talk, tools=looking(effects), settings=settings()))
+        assert len(seen) == 3 and not any(inside for _, _, inside in seen)
+        return {workspace for _, workspace, _ in seen}
+
+    (shared,) = folders("none")
+    assert folders("none") == {shared} and shared.is_dir() and not any(shared.iterdir())
+    own = folders("workspace")
+    assert len(own) == 3 and not any(each.exists() for each in own)
 
 
 def test_direct_calls_of_one_reply_cost_one_step_each():

@@ -175,6 +175,41 @@ def test_a_thousand_random_dialogues_only_ever_add_to_what_was_served() -> None:
     assert num_continued > 2000 and num_cut > 400 and num_pictures > 400
 
 
+def test_a_prompt_after_a_known_one_is_the_prompt_without_it() -> None:
+    num_with_pictures = 0
+    for number in range(150):
+        rng = random.Random(number)
+        client, before = Client(rng), None
+        alone, told = Sessions(TOKENIZER), Sessions(TOKENIZER)
+        tools = parse_tools(rng.choice([None, TOOLS]))
+        for _ in range(rng.randint(2, 5)):
+            client.ask()
+            given: dict[str, Any] = {"messages": parse_messages(client.history), "tools": tools, "session_id": "a"}
+            given |= {"attachments": client.pictures, "thinking": rng.random() < 0.7}
+            prompt, before = alone.prompt(**given), told.prompt(**given, after=before)
+            assert vars(prompt) == vars(before)
+            completion = reply_ids(rng, thinking=given["thinking"])
+            reply = parsed(completion, thinking=given["thinking"])
+            assert alone.record(prompt, completion, reply) and told.record(before, completion, reply)
+            client.hear(reply)
+        num_with_pictures += bool(client.pictures)
+    assert num_with_pictures > 30
+
+
+def test_tools_that_are_another_tuple_are_looked_at_again() -> None:
+    sessions = Sessions(TOKENIZER)
+    asked = {"messages": parse_messages([{"role": "user", "content": "hi"}]), "session_id": "a"}
+    prompt = sessions.prompt(tools=parse_tools(TOOLS), **asked)
+    sessions.record(prompt, TOKENIZER.encode("x"), parsed(TOKENIZER.encode("x")))
+    assert sessions.prompt(tools=parse_tools(TOOLS), **asked).continued
+    fewer = sessions.prompt(tools=parse_tools(TOOLS[:1]), **asked)
+    assert not fewer.continued and fewer.reason == "tools differ from the previous turn's"
+    growing = list(parse_tools(TOOLS[:1]))
+    first = sessions.prompt(tools=growing, **asked)
+    growing.append(parse_tools(TOOLS)[1])
+    assert sessions.prompt(tools=growing, **asked).tools != first.tools
+
+
 def test_well_formed_replies_read_as_the_template_with_all_reasoning_kept() -> None:
     sessions = Sessions(TOKENIZER)
     history = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]

@@ -5,7 +5,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from perilune.data import Tokenizer
-from perilune.serve.text_stream import Piece, TextStream
+from perilune.serve.text_stream import Piece, TextStream, whole_text
 
 TOKENIZER = Tokenizer.train(["the cat sat on the mat, naïve café ☃ 漢字 " * 5], vocab_size=330)
 SPECIAL = sorted(TOKENIZER.special_ids.values())
@@ -121,3 +121,13 @@ def test_stop_strings_that_could_never_end_are_refused() -> None:
         TextStream(TOKENIZER, ("a", ""))
     with pytest.raises(ValueError, match="stop is 'END'"):
         TextStream(TOKENIZER, "END")
+
+
+@given(ids=pushed, stop=stop_strings)
+@example(ids=[*SMILE[:-1], SPECIAL[3], SMILE[-1]], stop=())
+def test_a_whole_text_is_what_a_stream_gives_in_the_end(ids, stop):
+    for given_stop in (stop, ()):
+        whole = [piece.text or (piece.special,) for piece in whole_text(TOKENIZER, ids, given_stop)]
+        assert joined(whole) == joined(expected(ids, given_stop, False)[0])
+    borders = sum(not TOKENIZER.token_bytes(token) for token in ids)
+    assert len(whole) <= 2 * borders + 1, "without stop strings there is one piece of text between two borders"

@@ -27,6 +27,7 @@ What this module promises:
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal, Protocol
 
 from perilune.data.chat_messages import (
@@ -52,6 +53,8 @@ MARKERS = {
     "tool": "<|im_system|>",
 }
 END_OF_TURN = "<|im_end|>"
+SHORT = 4096
+"""Characters of a text whose tokens are kept for the next time."""
 
 Attachment = Media | Sequence[tuple[str, Media]]
 """A picture, or a video as (time, chunk of frames) in order."""
@@ -230,12 +233,18 @@ def encode(tokenizer: Tokenizer, segments: Sequence[Segment], attachments: Seque
             ids, shown = _attached(tokenizer, segment.text, next(waiting))
             media += shown
         else:
-            ids = tokenizer.encode(segment.text)
+            ids = _ids(tokenizer, segment.text) if len(segment.text) <= SHORT else tokenizer.encode(segment.text)
         tokens += ids
         produced += [segment.produced] * len(ids)
     return ChatTokens(
         tokens=tokens, produced=produced, media=tuple(media), starts=tuple(_starts(tokenizer, tokens, media))
     )
+
+
+@lru_cache(maxsize=4096)
+def _ids(tokenizer: Tokenizer, text: str) -> Sequence[int]:
+    """Of a short text. Dialogues say the same again and again: names, declarations of tools, what tools answered."""
+    return tuple(tokenizer.encode(text))
 
 
 def _attached(tokenizer: Tokenizer, kind: str, attachment: Attachment) -> tuple[list[int], list[Media]]:

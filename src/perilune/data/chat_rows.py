@@ -11,6 +11,7 @@ whose pictures cannot be read, is left out and counted.
 
 import hashlib
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -66,14 +67,25 @@ class ChatRows:
         self.seq_len = seq_len
         self.seed = seed
         dialogues, self.broken = read_dialogues(config.sources)
-        self._kept = _that_fit(dialogues, config, tokenizer, seq_len, self.broken, held_out)
+        sides = _that_fit(dialogues, config, tokenizer, seq_len, self.broken)
+        self._kept, self._others = sides[held_out], sides[not held_out]
         if not self._kept and not held_out:
             raise DialogueError(
                 f"none of {len(dialogues)} dialogues can be trained on in rows of {seq_len} tokens: {self.broken}"
             )
+        self._begin()
+
+    def _begin(self) -> None:
         self._epoch = lru_cache(maxsize=2)(self._lay)
         self._begins = [0]
         """First row of each epoch laid so far."""
+
+    def other_side(self) -> "ChatRows":
+        """Rows of the dialogues that these leave to validation, or the other way round; nothing is read again."""
+        other = copy(self)
+        other._kept, other._others = self._others, self._kept
+        other._begin()
+        return other
 
     @property
     def num_dialogues(self) -> int:
@@ -154,9 +166,9 @@ def _that_fit(
     tokenizer: Tokenizer,
     seq_len: int,
     broken: Broken,
-    held_out: bool,
-) -> list[_Kept]:
-    kept: list[_Kept] = []
+) -> tuple[list[_Kept], list[_Kept]]:
+    """Those that are trained on, and those held out."""
+    sides: tuple[list[_Kept], list[_Kept]] = [], []
     for number, dialogue in enumerate(dialogues):
         where = f"dialogue {number}"
         try:
@@ -168,10 +180,11 @@ def _that_fit(
             broken.add("too long", where, f"{len(document.tokens)} tokens, rows have {seq_len}")
         elif not document.predicted[1:].any():
             broken.add("nothing to learn", where, "no token of it is an assistant's")
-        elif is_held_out(document, config.valid_fraction) == held_out:
+        else:
             without = VisionDocument(tokens=document.tokens, predicted=document.predicted, media=())
-            kept.append(_Kept(dialogue=dialogue, document=without, has_pictures=bool(document.media)))
-    return kept
+            kept = _Kept(dialogue=dialogue, document=without, has_pictures=bool(document.media))
+            sides[is_held_out(document, config.valid_fraction)].append(kept)
+    return sides
 
 
 def is_held_out(document: VisionDocument, fraction: float) -> bool:

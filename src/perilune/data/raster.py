@@ -62,7 +62,7 @@ def decode_png(png: bytes) -> np.ndarray:
         image = image_module.open(io.BytesIO(png), formats=("PNG",))
         if image.mode == "RGB":
             return np.array(image)
-        pixels = np.array(image.convert("RGBA"))
+        pixels = np.asarray(image if image.mode == "RGBA" else image.convert("RGBA"))
     except (OSError, ValueError, SyntaxError) as error:
         raise RasterError(f"not a readable PNG file ({error}); it begins with {png[:8]!r}") from None
     opaque = pixels[..., 3]

@@ -7,6 +7,7 @@ does not reach them: the run decides when it has enough.
 """
 
 import contextlib
+import fcntl
 import os
 import pickle
 import queue
@@ -20,6 +21,7 @@ from typing import IO, Any, Generic, TypeVar
 Answer = TypeVar("Answer")
 
 _LATEST_MESSAGES = 2000  # characters of a worker's complaint that are repeated to the person
+_PIPE_BYTES = 1 << 20  # pictures are megabytes, and every piece of them wakes a thread that the run has to wait for
 
 
 class WorkerError(RuntimeError):
@@ -93,6 +95,9 @@ class _Worker:
             env={**os.environ, **single, "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": os.pathsep.join(paths)},
             process_group=0,
         )
+        assert self._process.stdout is not None
+        with contextlib.suppress(OSError, AttributeError):  # only Linux has it, and a machine may allow less
+            fcntl.fcntl(self._process.stdout, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         self._answers: queue.Queue[tuple[int, Any, str | None]] = queue.Queue()
         self._complaints = b""
         self._early: dict[int, Any] = {}

@@ -106,7 +106,8 @@ def _asked(sample: Sample, task: Task) -> list[tuple[str, str]]:
 
 def exercise(config: VisionDataConfig, seed: int, number: int, *, held_out: bool = False) -> Exercise | None:
     """Exercise `number`, a pure function of its arguments; None for a sample that answers none of the tasks."""
-    sample = make_sample(seed, number, config.scenes, held_out=held_out)
+    asks = any(task not in PROMPTS for task in config.tasks)
+    sample = make_sample(seed, number, config.scenes, held_out=held_out, with_questions=asks)
     found = exercises(sample, config.tasks)
     return found[_spread(number) % len(found)] if found else None
 
@@ -121,7 +122,8 @@ def pictures(sample: Sample) -> tuple[list[Media], list[list[tuple[str, Media]]]
     from perilune.data.images import image_media, video_media  # reads and scales with Pillow, which text needs not
 
     if sample.frames:
-        frames = [rasterize(frame, *sample.size) for frame in sample.frames]
+        drawn = {source: rasterize(source, *sample.size) for source in set(sample.frames)}  # things stop and come back
+        frames = [drawn[source] for source in sample.frames]
         return [], [video_media(frames, [number / FRAMES_PER_SECOND for number in range(len(frames))])]
     return [image_media(rasterize(sample.svg, *sample.size))], []
 

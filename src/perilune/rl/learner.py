@@ -29,6 +29,9 @@ from perilune.train.optimizer import Optimization, OptimizerConfig, build_optimi
 
 LOGITS_AT_ONCE = 1 << 26
 """Numbers of logits that are kept for the backward; more are computed again there."""
+ROW_UNIT, BORDER_UNIT = 1024, 16
+"""On a GPU rows have a multiple of so many tokens, and of so many documents: Triton compiles kernels of attention once
+more for numbers that 16 does not divide, and memory is found again where it was."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,6 +236,8 @@ class Learner:
                 positions.append(at + np.arange(start, start + tokens_of_grid(item.grid)))
             borders.append(at + len(branch.tokens) - 1)
         device = self.device
+        if self._fills_up():
+            fill_up(tokens, borders)
 
         def on_device(parts: Sequence[np.ndarray], dtype: torch.dtype) -> Tensor:
             return torch.from_numpy(np.concatenate(parts)).to(device=device, dtype=dtype)
@@ -259,6 +264,10 @@ class Learner:
             routes=self._routes([branch for _, branch in members]) if self.config.routing_replay else None,
         )
 
+    def _fills_up(self) -> bool:
+        """Where shapes cost time, and more tokens change nothing: they would be counted by routers."""
+        return self.device.type == "cuda" and self.model.config.moe is None and not self.model.deterministic
+
     def _routes(self, branches: Sequence[Branch]) -> Replayed:
         """One row per token of the packed row; ValueError where the engine did not record those of this model."""
         config = self.model.config
@@ -281,3 +290,15 @@ class Learner:
         # torch knows too little of uint16
         book = np.concatenate(found).transpose(1, 0, 2).astype(np.uint8 if config.moe.num_experts <= 256 else np.int16)
         return Replayed(book=torch.from_numpy(np.ascontiguousarray(book)).to(self.device))
+
+
+def fill_up(tokens: list[np.ndarray], borders: list[int]) -> None:
+    """More documents, of which nothing is read, until the row has whole units; the last ones are empty.
+
+    They are beginnings of the longest: attention has no logit in them that it does not have anyway (QK-Clip looks).
+    """
+    longest, end = max(tokens, key=len), -(-borders[-1] // ROW_UNIT) * ROW_UNIT
+    while borders[-1] < end:
+        tokens.append(longest[: end - borders[-1]])
+        borders.append(borders[-1] + len(tokens[-1]))
+    borders += [end] * (-(len(borders) - 1) % BORDER_UNIT)

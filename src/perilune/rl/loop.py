@@ -18,6 +18,7 @@ plays again what was under way, so its bits may differ from those of a run that 
 
 import asyncio
 import contextlib
+import gc
 import json
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -193,9 +194,14 @@ class Loop:
         self._frozen = None
         self.folder.mkdir(parents=True, exist_ok=True)
         self._started = True
+        # Tokens are small objects, and many: collections would walk through all that torch has made, several times an
+        # iteration (0.4 of 2.4 s on the host with 256 samples). What is here now is left alone until the loop is over.
+        gc.collect()
+        gc.freeze()
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        gc.unfreeze()
         if self._ahead is not None:
             self._ahead.cancel()
             with contextlib.suppress(asyncio.CancelledError, Exception):

@@ -23,8 +23,10 @@ At its end the episode notes its journal, an event a mapping:
 
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -90,22 +92,43 @@ async def swarm_episode(prompt: str, talk: Talk, *, tools: Iterable[Tool], setti
         tool_seconds=settings.tool_seconds,
     )
     swarm = Swarm(config, client=client, tools=given.values(), secrets=Secrets(), open_journal=open_journal)
-    folder = Path(tempfile.mkdtemp(prefix="perilune-episode-"))
     is_parked = False
+    writes = any(each.effects != "none" for each in given.values())
     try:
-        async with swarm.start(prompt, folder=folder) as live:
-            live.run.tools = {name: client.gated(live.run.tools[name]) for name in _own(settings, live.run.tools)}
-            await live.begin()
-            await live.ended()
+        with _folder(writes) as folder:
+            async with swarm.start(prompt, folder=folder) as live:
+                live.run.own_folders = writes
+                live.run.tools = {name: client.gated(live.run.tools[name]) for name in _own(settings, live.run.tools)}
+                await live.begin()
+                await live.ended()
         if client.broken is not None:
             raise client.broken
     except EpisodeParked:
         is_parked = True  # it is played again from its beginning, and noted then
         raise
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
         if not is_parked:
             talk.note(*noted(journal.events(), client))
+
+
+@contextmanager
+def _folder(writes: bool) -> Iterator[Path]:
+    """Where an episode works. Thousands of them whose tools write nothing share one: a folder a worker, made and
+    removed on the event loop, takes as long as a reply."""
+    if not writes:
+        yield Path(_empty_folder().name)
+        return
+    folder = Path(tempfile.mkdtemp(prefix="perilune-episode-"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@cache
+def _empty_folder() -> tempfile.TemporaryDirectory[str]:
+    """One for the process, gone with it."""
+    return tempfile.TemporaryDirectory(prefix="perilune-episodes-")
 
 
 def _own(settings: SwarmEpisode, known: Mapping[str, Tool]) -> list[str]:

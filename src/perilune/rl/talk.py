@@ -20,6 +20,7 @@ Frozen workers sample from their own engine, and nothing they say is recorded fo
 from the policy, and their branches follow those of the policy. A parked episode keeps what its workers said too.
 """
 
+import asyncio
 import base64
 import binascii
 import contextlib
@@ -33,16 +34,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from perilune.data.chat import Attachment, parse_message, parse_tools
-from perilune.data.chat_messages import ChatError, ChatMessage
+from perilune.data.chat_messages import ChatError, ChatMessage, Tool
 from perilune.data.chat_parser import ChatParser, Parsed
 from perilune.data.images import DEFAULT_PROCESSOR, ProcessorConfig, image_media, load_image
+from perilune.data.media import Media
 from perilune.data.tokenizer import Tokenizer
 from perilune.rl.environment import Access, EpisodeOver, Message
 from perilune.rl.trajectory import Branch, Recording, plain_routes, routes_of
 from perilune.serve.async_engine import AsyncEngine
 from perilune.serve.request import MAX_SEED, Picture, Request, SamplingParams
 from perilune.serve.sessions import SessionPrompt, Sessions
-from perilune.serve.text_stream import TextStream
+from perilune.serve.text_stream import whole_text
 
 if TYPE_CHECKING:
     from perilune.rl.gateway import Gateway
@@ -126,9 +128,11 @@ class EngineTalk:
         workers: Workers | None = None,
         asides: Mapping[str, Sequence[Turn]] | None = None,
         gateway: "Callable[[], Gateway] | None" = None,
+        is_trained: bool = True,
     ) -> None:
         """`allowance`: tokens it may sample before it is parked; None: no limit but the config's. `workers` play its
-        asides, and `asides` is what they have said already. `gateway` gives the one that programs are served by."""
+        asides, and `asides` is what they have said already. `gateway` gives the one that programs are served by.
+        `is_trained`: what it samples is recorded in branches, for training."""
         self._engine, self._sessions, self._tokenizer, self._config = engine, sessions, tokenizer, config
         self._name, self._seed = name, seed
         self._known = list(turns)
@@ -144,6 +148,9 @@ class EngineTalk:
         self._asides: dict[str, EngineTalk] = {}
         self._gateway = gateway
         self._was_refused = False
+        self._is_trained = is_trained
+        self._asked: SessionPrompt | None = None
+        """The prompt of the last turn."""
 
     @property
     def messages(self) -> Sequence[Message]:
@@ -190,6 +197,7 @@ class EngineTalk:
             self._asides[name] = EngineTalk(
                 workers.engine, Sessions(workers.tokenizer), workers.tokenizer, config,
                 name=f"{self._name}@{name}", seed=self._seed, turns=self._known_asides.get(name, ()),
+                is_trained=workers.trained,
             )  # fmt: skip
         return self._asides[name]
 
@@ -222,11 +230,13 @@ class EngineTalk:
             raise EpisodeOver
         prompt = self._sessions.prompt(
             messages=self._parsed,
-            tools=parse_tools(list(tools)),
+            tools=_tools_of(json.dumps(list(tools))),
             attachments=self._attachments,
             thinking=self._config.thinking,
             session_id=self._name,
+            after=self._asked,
         )
+        self._asked = prompt
         turn = self._known[number] if number < len(self._known) else None
         if turn is not None and list(turn.prompt) != prompt.tokens:
             raise TalkError(
@@ -237,10 +247,11 @@ class EngineTalk:
             limit = room if max_tokens is None else min(room, max_tokens)
             turn = await self._sampled(prompt, turn, number, limit, tuple(stop))
         self.turns.append(turn)
-        self.recording.add(
-            turn.prompt, turn.tokens, turn.logprobs, turn.versions, media=prompt.media, starts=prompt.starts,
-            routes=None if turn.routes is None else routes_of(turn.routes),
-        )  # fmt: skip
+        if self._is_trained:
+            self.recording.add(
+                turn.prompt, turn.tokens, turn.logprobs, turn.versions, media=prompt.media, starts=prompt.starts,
+                routes=None if turn.routes is None else routes_of(turn.routes),
+            )  # fmt: skip
         if not turn.is_over:
             raise EpisodeParked
         parsed = self._read(turn, tuple(stop))
@@ -270,7 +281,7 @@ class EngineTalk:
         allowed = room if self._allowance is None else min(room, self._allowance)
         finish = "length"
         if allowed > 0:
-            pictures = tuple(Picture.of(item, start) for item, start in zip(prompt.media, prompt.starts, strict=True))
+            pictures = tuple(picture(item, start) for item, start in zip(prompt.media, prompt.starts, strict=True))
             request = Request(
                 request_id=f"{self._name}#{number}.{len(tokens)}",
                 prompt=(*prompt.tokens, *tokens),
@@ -285,6 +296,9 @@ class EngineTalk:
                 ),
                 media=pictures,
             )
+            # Episodes that begin together all get here before the first of them asks: the engine is given their prompts
+            # at once, and does not decode a few sequences while the others are still being written.
+            await asyncio.sleep(0)
             async for output in self._engine.stream(request, whole=True):
                 if output.error is not None:
                     raise TalkError(f"{self._name}: the engine failed: {output.error}")
@@ -307,18 +321,19 @@ class EngineTalk:
 
     def _read(self, turn: Turn, stop: tuple[str, ...]) -> Parsed:
         parser = ChatParser(thinking=self._config.thinking)
-        text = TextStream(self._tokenizer, stop, False)
-        for token in turn.tokens:
-            if token in self._ends:
-                break
-            for piece in text.push(token):
-                parser.push(piece)
-        for piece in text.finish():
+        over = next((place for place, token in enumerate(turn.tokens) if token in self._ends), len(turn.tokens))
+        for piece in whole_text(self._tokenizer, turn.tokens[:over], stop):
             parser.push(piece)
         parsed = parser.finish()
         is_ended = bool(turn.tokens) and turn.tokens[-1] == self._tokenizer.special_ids["<|im_end|>"]
         # The end of the turn was left out above: it is no text.
         return Parsed(message=parsed.message, is_ended=is_ended, closing=() if is_ended else parsed.closing)
+
+
+@lru_cache(maxsize=64)
+def _tools_of(declared: str) -> tuple[Tool, ...]:
+    """Of JSON, read once: all turns of all episodes show the same few."""
+    return parse_tools(json.loads(declared))
 
 
 @lru_cache(maxsize=256)
@@ -331,6 +346,12 @@ def attachment(kind: str, source: str, processor: ProcessorConfig, where: str = 
     except binascii.Error as error:
         raise ChatError(where, f"holds a picture that is not base64: {error}") from error
     return image_media(load_image(content), processor)
+
+
+@lru_cache(maxsize=256)
+def picture(media: Media, start: int) -> Picture:
+    """Hashed once for all samples of a task: `attachment` gives them the same object."""
+    return Picture.of(media, start)
 
 
 def seed_of(seed: int, *names: str | int) -> int:

@@ -17,7 +17,7 @@ sampling fails ends alone, with finish_reason "error".
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -79,8 +79,9 @@ class Engine:
         *,
         device: torch.device | str | None = None,
         weight_version: int = 0,
+        forbidden: Iterable[int] = (),
     ) -> None:
-        """The engine takes possession of the model."""
+        """The engine takes possession of the model. `forbidden` ids are never sampled, beside `forbidden_ids`."""
         place = torch.device(device) if device is not None else model.embed_tokens.weight.device
         model.to(place)  # before the memory that is left is counted
         vocab_size = model.config.vocab_size
@@ -102,7 +103,8 @@ class Engine:
             device=place,
             record_routes=self.config.record_routes,
         )
-        self._sampler = Sampler(vocab_size, forbidden=forbidden_ids(tokenizer, vocab_size), device=place)
+        banned = {*forbidden_ids(tokenizer, vocab_size), *forbidden}
+        self._sampler = Sampler(vocab_size, forbidden=banned, device=place)
         self._is_asynchronous = self.config.is_asynchronous(place)
         self._answers: dict[str, Answer] = {}
         self._flight: _Flight | None = None

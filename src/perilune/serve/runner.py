@@ -202,7 +202,8 @@ class Runner:
         if share.late_row is not None:
             raise ValueError(f"share of {share.request_id!r} has a late token: deterministic steps wait for their ids")
         book = None if self.routes is None else self.routes.book
-        hidden = run_tiles(self.model, share, self.cache, media_of([(share, 0)], self.pictures), book)
+        media = media_of([(share, 0)], self.pictures, together=False)
+        hidden = run_tiles(self.model, share, self.cache, media, book)
         return at_least_float32(logits_of_rows(hidden[len(hidden) - share.num_rows :], self.model.head_weight()))
 
     def _check(self, share: Share) -> None:

@@ -141,6 +141,8 @@ class Sessions:
         self._lock = threading.Lock()
         self._sessions: OrderedDict[tuple[str, str], _Session] = OrderedDict()  # least recently used first
         self._num_bytes = 0
+        self._digested: tuple[Sequence[Tool], bytes] = (), _digest([])
+        """The last tools, and their digest."""
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -160,13 +162,17 @@ class Sessions:
         thinking: bool = True,
         owner: str = "",
         session_id: str | None = None,
+        after: SessionPrompt | None = None,
     ) -> SessionPrompt:
         """The prompt for the next reply. `attachments` are the pictures and videos of all messages, in order. Without
-        `session_id` it is rendered in full, and nothing will be remembered."""
+        `session_id` it is rendered in full, and nothing will be remembered. `after` is an earlier prompt whose messages
+        are known to be the first of these: they are not looked at again."""
         if session_id is None:
             return self._whole(messages, tools, attachments, thinking, "no session was asked for")
-        marks = _marks(messages, attachments)
-        tools_digest = _digest([tool.plain() for tool in tools])
+        known = () if after is None else after.marks
+        shown = sum(len(message.media) for message in messages[: len(known)]) if attachments else 0
+        marks = [*known, *_marks(messages[len(known) :], attachments[shown:])]
+        tools_digest = self._digest_of(tools)
         with self._lock:
             self._drop_idle()
             session = self._sessions.get((owner, session_id))
@@ -280,6 +286,14 @@ class Sessions:
             marks=served,
         )
 
+    def _digest_of(self, tools: Sequence[Tool]) -> bytes:
+        last, digest = self._digested
+        if tools is not last:
+            digest = _digest([tool.plain() for tool in tools])
+            if isinstance(tools, tuple):  # which stays as it is
+                self._digested = tools, digest
+        return digest
+
     # --- bounds -------------------------------------------------------------------------------------------------------
 
     def _drop(self, place: tuple[str, str]) -> bool:
@@ -319,9 +333,12 @@ def _closing(tokenizer: Tokenizer, prompt: Sequence[int], completion: Sequence[i
     near_the_end = [tokenizer.special_name(token_id) for token_id in prompt[-8:]]
     thinks = [name for name in near_the_end if name in ("<think>", "</think>")]
     parser = ChatParser(thinking=thinks[-1:] == ["<think>"])
+    is_text = False
     for token_id in completion:
         name = tokenizer.special_name(token_id)
-        parser.push(_Token("." if name is None else "", name))
+        if name is not None or not is_text:  # text after text leads to no other state
+            parser.push(_Token("." if name is None else "", name))
+        is_text = name is None
     return parser.finish().closing
 
 

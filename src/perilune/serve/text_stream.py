@@ -86,6 +86,27 @@ class TextStream:
         return _pieces(certain)
 
 
+def whole_text(tokenizer: Tokenizer, token_ids: Sequence[int], stop: Sequence[str] = ()) -> list[Piece]:
+    """All that a stream gives for these tokens; without stop strings one piece of text between two special tokens."""
+    pieces: list[Piece] = []
+    if stop:
+        stream = TextStream(tokenizer, stop)
+        for token_id in token_ids:
+            pieces += stream.push(token_id)
+        return pieces + stream.finish()
+    run: list[bytes] = []
+    for token_id in token_ids:
+        content = tokenizer.token_bytes(token_id)
+        if content:
+            run.append(content)
+            continue
+        pieces += _pieces(b"".join(run).decode(errors="replace"))
+        run.clear()
+        if (name := tokenizer.special_name(token_id)) is not None:
+            pieces.append(Piece("", name))
+    return pieces + _pieces(b"".join(run).decode(errors="replace"))
+
+
 class _Search:
     """Knuth-Morris-Pratt: `length` is how much of `text` the characters read so far end with."""
 

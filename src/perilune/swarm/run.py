@@ -57,6 +57,8 @@ class Run:
     prices: Prices
     folder: Path
     open_sandbox: Callable[[Path], Sandbox] | None = None
+    own_folders: bool = True
+    """Every agent works in a folder of its own; False: all in the run's, where no tool writes anything."""
     extras: dict[str, Any] = field(default_factory=dict)
     engine: Engine | None = None
     agents: dict[str, Agent] = field(default_factory=dict)
@@ -137,8 +139,10 @@ class Run:
         """The agent's own folder and the sandbox around it, made at its first call."""
         place = self._places.get(agent.id)
         if place is None:
-            workspace = self.folder / "workspaces" / folder_name(agent.id)
-            workspace.mkdir(parents=True, exist_ok=True)
+            workspace = self.folder
+            if self.own_folders:
+                workspace = self.folder / "workspaces" / folder_name(agent.id)
+                workspace.mkdir(parents=True, exist_ok=True)
             place = workspace, self.open_sandbox(workspace) if self.open_sandbox else None
             self._places[agent.id] = place
         return place

@@ -155,7 +155,7 @@ def _open_chat(config: DataConfig, chat: ChatDataConfig, *, seed: int) -> RunDat
         raise ValueError("data.chat.sources is empty: name files of dialogues (--data FILE...), or a --recipe")
     tokenizer = _named_tokenizer(config, config.tokenizer)
     train = ChatRows(chat, tokenizer, seq_len=config.seq_len, seed=seed)
-    valid = ChatRows(chat, tokenizer, seq_len=config.seq_len, seed=seed, held_out=True)
+    valid = train.other_side()  # tokens of all dialogues take a while: once is enough
     return RunData(
         corpus=CorpusSummary(
             num_documents={"train": train.num_dialogues, "valid": valid.num_dialogues},

@@ -1,10 +1,14 @@
-"""Answers about many pictures at once: greedy decoding in batches.
+"""Answers about many pictures at once: greedy decoding in batches, module by module.
 
 Prompts of the same length share one decode cache, so that sixty-four pictures cost about as many steps as one. The
 pictures of a batch go through the vision tower together, once.
+
+This is what `Answering` means, without a server. `serve/greedy.py` answers the same through the engine; whoever may
+import both gives that one to a run, since on a GPU it is much faster.
 """
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
@@ -12,6 +16,14 @@ from perilune.data.media import MediaPrompt, merge_media, pad_positions
 from perilune.data.tokenizer import Tokenizer
 from perilune.model import Decoder, MediaInput
 from perilune.train.evaluate import forbidden_tokens
+
+
+class Answering(Protocol):
+    """Greedy answers to prompts, in their order, as plain text up to the end of the document."""
+
+    def __call__(
+        self, model: Decoder, tokenizer: Tokenizer, prompts: Sequence[MediaPrompt], *, max_new_tokens: int
+    ) -> list[str]: ...
 
 
 @torch.no_grad()

@@ -7,13 +7,18 @@ shapes and addresses it was recorded with:
                                         the next of a few sizes; an empty document changes nothing anywhere
     gradients                           stay where they are; zeroed once a step, every micro-batch adds to them
     maxima of attention logits          stay as well (optim/heads.py), and QK-Clip reads them as ever
+    features of pictures and places     are copied like tokens, and filled up by the last of them again and again: the
+                                        same numbers to the same place
 
-There is a recording for every (tokens, documents) that comes; its first micro-batches run without one, on the same
-buffers, which compiles every kernel. All recordings share one piece of memory: their activations, kept until the end.
-The numbers are those of the step without graphs: the same kernels in the same order. (Of a KDA layer with heads of 64
-or 128 on a GPU, gradients of A_log and dt_bias are sums over chunks, into which empty documents bring zeros: there the
-last bit may be another. And into how many pieces KDA cuts long documents depends on their number, the empty ones
-included: where it cuts them, the forward may differ in the last bits too.)
+Pictures are of any number and size, so the vision tower runs without a graph. The language model is recorded from its
+features on, and leaves their gradient, which goes back through the tower (decoupled.py, without the second forward).
+
+There is a recording for every (tokens, documents, features) that comes; its first micro-batches run without one, on
+the same buffers, which compiles every kernel. All recordings share one piece of memory: their activations, kept until
+the end. The numbers are those of the step without graphs: the same kernels in the same order. (Of a KDA layer with
+heads of 64 or 128 on a GPU, gradients of A_log and dt_bias are sums over chunks, into which empty documents bring
+zeros: there the last bit may be another. And into how many pieces KDA cuts long documents depends on their number, the
+empty ones included: where it cuts them, the forward may differ in the last bits too.)
 
 A step that cannot be recorded goes on without a graph, and says so once. When there is none to begin with is up to
 `why_not`. `record` is the seam: tests on a CPU give one that runs the same code every time.
@@ -29,7 +34,7 @@ from torch import Tensor, nn
 
 from perilune.data.chat_rows import ChatRows
 from perilune.kernels.triton_support import HAS_TRITON
-from perilune.model import Decoder
+from perilune.model import Decoder, MediaInput
 from perilune.model.linear import HALF, has_hooks
 from perilune.optim.capture import recording
 from perilune.optim.heads import HeldMaxima, MaxLogitRecorder
@@ -58,7 +63,8 @@ def of_run(run: Run) -> GraphedBackward | None:
         if run.config.trainer.cuda_graphs:
             run.outputs.say(f"trainer.cuda_graphs is True, but steps are not recorded: {reason}")
         return None
-    return GraphedBackward(run.model, record=cuda_recorder(run.device), say=run.outputs.say)
+    record, pictures = cuda_recorder(run.device), run.config.data.has_pictures
+    return GraphedBackward(run.model, record=record, pictures=pictures, say=run.outputs.say)
 
 
 def why_not(config: RunConfig, model: Decoder, data: RunData, device: torch.device) -> str | None:
@@ -77,8 +83,10 @@ def why_not(config: RunConfig, model: Decoder, data: RunData, device: torch.devi
     if config.model.moe is not None:
         return "routers of experts make the host wait"
     chat = data.train if isinstance(data.train, ChatRows) else None
-    if config.data.has_pictures or trainer.decoupled_vision or (chat is not None and chat.num_with_pictures):
-        return "some rows hold pictures, of any size"
+    if trainer.decoupled_vision:
+        return "trainer.decoupled_vision is on: the vision tower looks at all pictures of a step before the first row"
+    if chat is not None and chat.num_with_pictures:
+        return "some dialogues hold pictures, and how many of them a step has varies"
     if config.parallel.recompute != "none":
         return f"parallel.recompute is {config.parallel.recompute!r}"
     if model.deterministic:
@@ -115,23 +123,68 @@ class Buffers:
     cu_seqlens: Tensor
     weight: Tensor
     """1 / targets of the global batch, a scalar: the gradient of the loss."""
+    media: MediaInput | None = None
+    """Features, a leaf whose gradient stays, and their places; None for text."""
 
     @classmethod
-    def like(cls, batch: MicroBatch, num_documents: int, dtype: torch.dtype) -> Buffers:
+    def like(cls, batch: MicroBatch, num_documents: int, model: Decoder) -> Buffers:
+        media = None
+        if batch.media is not None:
+            count = padded_documents(batch.media.positions.numel())
+            shape = (count, model.config.hidden_size)
+            leaf = torch.zeros(shape, dtype=model.compute_dtype, device=batch.tokens_BT.device).requires_grad_()
+            leaf.grad = torch.zeros_like(leaf)
+            media = MediaInput(positions=batch.media.positions.new_empty(count), features=leaf)
+        wide = torch.promote_types(model.compute_dtype, torch.float32)
         return cls(
             tokens_1T=torch.empty_like(batch.tokens_BT),
             targets_1T=torch.empty_like(batch.targets_BT),
             cu_seqlens=batch.cu_seqlens.new_empty(num_documents + 1),
-            weight=torch.empty((), dtype=dtype, device=batch.tokens_BT.device),
+            weight=torch.empty((), dtype=wide, device=batch.tokens_BT.device),
+            media=media,
         )
 
-    def fill(self, batch: MicroBatch, num_targets: int) -> None:
-        used = batch.cu_seqlens.numel()
+    @torch.no_grad()
+    def fill(self, batch: MicroBatch, features: Tensor | None, num_targets: int) -> None:
         self.tokens_1T.copy_(batch.tokens_BT)
         self.targets_1T.copy_(batch.targets_BT)
-        self.cu_seqlens[:used].copy_(batch.cu_seqlens)
-        self.cu_seqlens[used:].fill_(batch.tokens_BT.shape[1])
+        _fill_up(self.cu_seqlens, batch.cu_seqlens)
         self.weight.fill_(1.0 / max(1, num_targets))
+        if self.media is not None and batch.media is not None and features is not None:
+            assert self.media.features is not None
+            _fill_up(self.media.features, features)
+            _fill_up(self.media.positions, batch.media.positions)
+
+    @property
+    def feature_gradients(self) -> Tensor:
+        assert self.media is not None and self.media.features is not None and self.media.features.grad is not None
+        return self.media.features.grad
+
+
+def _fill_up(buffer: Tensor, rows: Tensor) -> None:
+    """`rows`, then the last of them until the end: a border of an empty document, or a feature at its place again."""
+    buffer[: len(rows)].copy_(rows)
+    buffer[len(rows) :].copy_(rows[-1:].expand(len(buffer) - len(rows), *rows.shape[1:]))
+
+
+class HeldGradients:
+    """Gradients of some parameters in memory that stays where it is."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = tuple(parameters)
+        self._gradients = [torch.zeros_like(parameter) for parameter in parameters]
+
+    def place(self) -> None:
+        """Gradients go on where they stay: from zero, or from what is there already."""
+        fresh = []
+        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
+            if parameter.grad is None:
+                fresh.append(gradient)
+            elif parameter.grad is not gradient:
+                gradient.copy_(parameter.grad)
+            parameter.grad = gradient
+        if fresh:
+            torch._foreach_zero_(fresh)
 
 
 @dataclass(eq=False)
@@ -144,24 +197,39 @@ class _Shape:
 
 
 class GraphedBackward:
-    """Forwards and backwards of text micro-batches on one device; the gradients end in .grad, as without it.
+    """Forwards and backwards of micro-batches on one device; the gradients end in .grad, as without it.
 
-    `record` as `cuda_recorder` makes it. `say` is told when a step cannot be recorded.
+    `record` as `cuda_recorder` makes it. `pictures`: some micro-batches of the run hold them, if not those of every
+    step. `say` is told when a step cannot be recorded.
     """
 
-    def __init__(self, model: Decoder, *, record: Record, say: Callable[[str], None] = lambda text: None) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        *,
+        record: Record,
+        pictures: bool = False,
+        say: Callable[[str], None] = lambda text: None,
+    ) -> None:
         self._model, self._record, self._say = model, record, say
         self._recorders: list[MaxLogitRecorder] = [heads.recorder for heads in find_heads(model).values()]
-        self._shapes: dict[tuple[int, int], _Shape] = {}
+        self._shapes: dict[tuple[int, int, int], _Shape] = {}
+        towers = [tower for tower in (model.vision_tower, model.mm_projector) if tower is not None]
+        self._tower = [parameter for tower in towers for parameter in tower.parameters() if parameter.requires_grad]
         self._learning: list[nn.Parameter] = []
-        self._gradients: list[Tensor] = []
+        self._gradients: HeldGradients | None = None
+        self._tower_gradients: HeldGradients | None = None
         self._maxima: HeldMaxima | None = None
         self._works = True
+        self._pictures, self._saw_pictures = pictures, False
 
     @property
     def gradients_stay(self) -> bool:
-        """Whether gradients are at the same place in every step from now on."""
-        return self._works and bool(self._gradients)
+        """Whether the gradients of this step are where those of every such step will be.
+
+        In a run with pictures that is a step that has some: without any, the vision tower has no gradients.
+        """
+        return self._works and self._gradients is not None and self._saw_pictures == self._pictures
 
     def __len__(self) -> int:
         """Recordings so far."""
@@ -169,48 +237,68 @@ class GraphedBackward:
 
     def __call__(self, batches: Sequence[MicroBatch], num_targets: int) -> Iterator[Tensor]:
         """The summed loss of every micro-batch of a step in nats; gradients of it over `num_targets` into .grad."""
-        if self.gradients_stay:
-            self._place_gradients()
+        self._saw_pictures = False
+        if self._gradients is not None:
+            self._gradients.place()
         for batch in batches:
+            if batch.media is not None and self._gradients is not None:
+                self._place_tower_gradients()
             yield self._one(batch, num_targets)
 
     def _one(self, batch: MicroBatch, num_targets: int) -> Tensor:
-        shape = self._shape_of(batch) if self._works and batch.media is None and not batch.filler else None
+        shape = self._shape_of(batch) if self._works and not batch.filler else None
         if shape is None:
             return backward(self._model, batch, num_targets)
-        shape.buffers.fill(batch, num_targets)
+        features = self._features(batch)
+        shape.buffers.fill(batch, features, num_targets)
         shape.count += 1
         if shape.count <= WARM_UPS:
             loss = self._computed(shape.buffers)
-            if not self._gradients:
-                self._learning = [parameter for parameter in self._model.parameters() if parameter.grad is not None]
-            return loss
-        if shape.replay is None:
-            shape.replay = self._recorded(shape.buffers)
-        if shape.replay is None:
-            return backward(self._model, batch, num_targets)
-        self._take_maxima()
-        return shape.replay().clone()  # the next replay writes to the same place
+            if self._gradients is None:
+                self._learning = [parameter for parameter in self._language() if parameter.grad is not None]
+        else:
+            if shape.replay is None:
+                shape.replay = self._recorded(shape.buffers)
+            if shape.replay is None:
+                return backward(self._model, batch, num_targets)
+            self._take_maxima()
+            loss = shape.replay().clone()  # the next replay writes to the same place
+        if features is not None and features.requires_grad:
+            features.backward(shape.buffers.feature_gradients[: len(features)])
+        return loss
+
+    def _features(self, batch: MicroBatch) -> Tensor | None:
+        """What the vision tower makes of the pictures of a micro-batch, with all that its backward needs."""
+        if batch.media is None:
+            return None
+        assert batch.media.pixels is not None, "the micro-batches of a run hold pixels"
+        return self._model.vision_features(batch.media.pixels, batch.media.grids).to(self._model.compute_dtype)
+
+    def _language(self) -> Iterator[nn.Parameter]:
+        tower = set(map(id, self._tower))
+        return (parameter for parameter in self._model.parameters() if id(parameter) not in tower)
 
     def _shape_of(self, batch: MicroBatch) -> _Shape | None:
         num_documents = padded_documents(batch.cu_seqlens.numel() - 1)
-        key = batch.tokens_BT.numel(), num_documents
+        num_features = 0 if batch.media is None else padded_documents(batch.media.positions.numel())
+        key = batch.tokens_BT.numel(), num_documents, num_features
         if key not in self._shapes and len(self._shapes) < MOST_RECORDINGS:
-            wide = torch.promote_types(self._model.compute_dtype, torch.float32)
-            self._shapes[key] = _Shape(Buffers.like(batch, num_documents, wide))
+            self._shapes[key] = _Shape(Buffers.like(batch, num_documents, self._model))
         return self._shapes.get(key)
 
     def _computed(self, buffers: Buffers) -> Tensor:
         borders = _borders_of_all_layers(buffers.cu_seqlens)
-        loss = self._model.loss(buffers.tokens_1T, buffers.targets_1T, borders)
+        if buffers.media is not None:
+            buffers.feature_gradients.zero_()
+        loss = self._model.loss(buffers.tokens_1T, buffers.targets_1T, borders, media=buffers.media)
         loss.backward(buffers.weight)
         return loss.detach()
 
     def _recorded(self, buffers: Buffers) -> Compute | None:
         """What replays the computation on these buffers; None where it cannot be recorded."""
-        if not self._gradients:
-            self._gradients = [torch.zeros_like(parameter) for parameter in self._learning]
-            self._place_gradients()
+        if self._gradients is None:
+            self._gradients = HeldGradients(self._learning)
+            self._gradients.place()
             self._maxima = HeldMaxima(self._recorders)
         self._take_maxima()
         maxima = self._maxima
@@ -226,7 +314,7 @@ class GraphedBackward:
         except RuntimeError as error:
             # Nothing of it ran: gradients and maxima are as they were. They no longer have to stay.
             self._works = False
-            self._shapes, self._gradients = {}, []
+            self._shapes, self._gradients, self._tower_gradients = {}, None, None
             maxima.point()
             self._say(f"no CUDA graph of the training step ({_first_line(error)}): it goes on without")
             return None
@@ -238,17 +326,11 @@ class GraphedBackward:
         assert self._maxima is not None
         self._maxima.take()
 
-    def _place_gradients(self) -> None:
-        """Gradients go on where they stay: from zero, or from what is there already."""
-        fresh = []
-        for parameter, gradient in zip(self._learning, self._gradients, strict=True):
-            if parameter.grad is None:
-                fresh.append(gradient)
-            elif parameter.grad is not gradient:
-                gradient.copy_(parameter.grad)
-            parameter.grad = gradient
-        if fresh:
-            torch._foreach_zero_(fresh)
+    def _place_tower_gradients(self) -> None:
+        if self._tower_gradients is None:
+            self._tower_gradients = HeldGradients(self._tower)
+        self._tower_gradients.place()
+        self._saw_pictures = True
 
 
 def _borders_of_all_layers(cu_seqlens: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from perilune.data.raster import encode_png, rasterize_png
 from perilune.data.scenes import Sample
 from perilune.data.vision_documents import PROMPTS, Exercise, question
 from perilune.model import Decoder
-from perilune.train.drawing import answers
+from perilune.train.drawing import Answering, answers
 
 SHOWN = 12
 """Pictures that are kept in full for the report."""
@@ -45,11 +45,18 @@ def source_task(tasks: Sequence[str]) -> str | None:
 
 
 def draw_held_out(
-    model: Decoder, tokenizer: Tokenizer, rows: VisionRows, *, count: int, max_new_tokens: int, task: str | None = None
+    model: Decoder,
+    tokenizer: Tokenizer,
+    rows: VisionRows,
+    *,
+    count: int,
+    max_new_tokens: int,
+    task: str | None = None,
+    answer: Answering = answers,
 ) -> list[Drawing]:
     """Greedy answers to the first `count` held-out pictures."""
     asked = rows.examples(count, task=task or source_task(rows.config.tasks))
-    texts = answers(model, tokenizer, [question(tokenizer, each) for each in asked], max_new_tokens=max_new_tokens)
+    texts = answer(model, tokenizer, [question(tokenizer, each) for each in asked], max_new_tokens=max_new_tokens)
     return [Drawing(exercise=each, text=text) for each, text in zip(asked, texts, strict=True)]
 
 

@@ -8,6 +8,7 @@ from perilune.data.probes import ProbeRows
 from perilune.model import Decoder, SamplingConfig
 from perilune.optim import MuonClip
 from perilune.train import ranks
+from perilune.train.drawing import Answering, answers
 from perilune.train.evaluate import answer_accuracy, continuations, validate
 from perilune.train.gathered import MAX_PARAMETERS, whole_model
 from perilune.train.metrics import peak_memory_bytes
@@ -104,7 +105,7 @@ def write_samples(run: Run) -> None:
             run.outputs.write({"kind": "sample", "step": run.position.step, "prompt": prompt, "text": text})
 
 
-def write_pictures(run: Run) -> None:
+def write_pictures(run: Run, answer: Answering = answers) -> None:
     """Draw held-out pictures, where the run has any."""
     rows, vision = run.data.vision_valid, run.config.data.vision
     if rows is None or vision is None or not vision.samples:
@@ -112,7 +113,9 @@ def write_pictures(run: Run) -> None:
     model = whole(run, "drawings")
     if ranks.rank() != 0 or model is None:
         return
-    drawings = draw_held_out(model, run.data.tokenizer, rows, count=vision.samples, max_new_tokens=vision.sample_tokens)
+    drawings = draw_held_out(
+        model, run.data.tokenizer, rows, count=vision.samples, max_new_tokens=vision.sample_tokens, answer=answer
+    )
     for record in picture_records(drawings, step=run.position.step):
         run.outputs.write(record)
 

@@ -23,6 +23,7 @@ from perilune.model import Decoder
 from perilune.train import graphed, ranks
 from perilune.train.batches import ALL, MicroBatch, Packed, RunData, fused_packed
 from perilune.train.checkpoint import OnPhase
+from perilune.train.drawing import Answering, answers
 from perilune.train.interrupt import Interrupted, StopRequest
 from perilune.train.metrics import Throughput, peak_memory_bytes
 from perilune.train.preparation import pick_device as pick_device
@@ -52,13 +53,15 @@ def train(
     on_phase: OnPhase = lambda phase: None,
     initialize: Callable[[Decoder], None] | None = None,
     data: RunData | None = None,
+    answer: Answering = answers,
 ) -> dict[str, Any]:
     """Train to `config.trainer.steps`, write checkpoints, metrics and the report, and return the summary.
 
     Raises Interrupted (a SystemExit) after saving when asked to stop, TrainingStopped when the numbers broke for good,
     RunError or CheckpointError with one clear sentence when the folder, the data or the disk do not allow it.
     `on_phase` is told the name of every phase as it is reached. `initialize` may change the weights of a new model.
-    `data` is what `config.data` and the seed give, where the caller has opened it already.
+    `data` is what `config.data` and the seed give, where the caller has opened it already. `answer` asks the model
+    about held-out pictures after the last step.
     """
     folder = Path(runs_folder) / config.name
     with (
@@ -151,7 +154,7 @@ def train(
                     write_validation(run)
                 if last:
                     write_samples(run)
-                    write_pictures(run)
+                    write_pictures(run, answer)
                 if due(at.step, settings.checkpoint_every) or last or stopped_by:
                     saved = save_if_good(run, last=last, ends=last or bool(stopped_by))
                     if last or stopped_by:
@@ -185,8 +188,8 @@ def packed_rows(run: Run, first_row: int) -> list[Packed]:
 
 
 def reads_ahead(run: Run) -> bool:
-    """On a CPU a thread would take the time it saves, and pictures are drawn ahead by processes of their own."""
-    return run.device.type == "cuda" and run.data.vision is None
+    """On a CPU a thread would take the time it saves."""
+    return run.device.type == "cuda"
 
 
 def due(step: int, every: int) -> bool:

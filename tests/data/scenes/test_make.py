@@ -33,6 +33,14 @@ def test_a_sample_is_a_pure_function_of_its_arguments() -> None:
     assert first != [make_sample(6, index, EVERYTHING) for index in range(40)]
 
 
+def test_a_sample_without_its_questions_is_the_same_picture() -> None:
+    for index in range(40):
+        whole = make_sample(5, index, EVERYTHING)
+        bare = make_sample(5, index, EVERYTHING, with_questions=False)
+        assert bare.questions == () and dataclasses.replace(whole, questions=()) == bare
+    assert whole.questions
+
+
 def test_training_and_held_out_sources_never_meet() -> None:
     # Tiny scenes, so that a collision would be likely if only luck prevented it.
     tiny = ScenesConfig(sizes=((28, 28),), max_shapes=1, primitives=("circle",), colours=("red", "black", "blue"))

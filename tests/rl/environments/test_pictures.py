@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from perilune.data.raster import decode_png, rasterize
 from perilune.data.scenes import ScenesConfig, parse_svg
 from perilune.rl.environment import reward_of
-from perilune.rl.environments.drawing import Drawing, in_words
+from perilune.rl.environments.drawing import STRIDE, Drawing, in_words
 from perilune.rl.environments.looking import Looking, closeness
 from tests.rl.environments.said import played
 
@@ -49,6 +49,20 @@ def test_the_shuffled_control_shows_another_picture_and_judges_the_own():
     facets, talk = played(Drawing(scenes=SMALL), task, task.data["svg"])
     assert facets["outcome"] == pytest.approx(1.0)
     assert not np.array_equal(shown(talk), rasterize(task.data["svg"], *task.data["size"]))
+
+
+def test_the_picture_shown_instead_has_the_size_of_the_own_where_one_of_three_has():
+    sizes = ((56, 56), (84, 84))
+    pictures = Drawing(ask="shuffled", scenes=ScenesConfig(sizes=sizes))
+    own = Drawing(scenes=ScenesConfig(sizes=sizes))
+    found = set()
+    for number in range(40):
+        task = pictures.task(number, "train")
+        others = [own.task(number + STRIDE * turn, "train").data for turn in (1, 2, 3)]
+        same = [other["svg"] for other in others if other["size"] == task.data["size"]]
+        assert task.data["shown"] == (same[0] if same else others[0]["svg"])
+        found.add(bool(same))
+    assert found == {True, False}
 
 
 def test_words_hold_every_shape_and_no_picture():

@@ -27,8 +27,13 @@ HELD_OUT_IN = 8
 Maker = Callable[[SplitMix, ScenesConfig, tuple[int, int]], Draft]
 
 
-def make_sample(seed: int, index: int, config: ScenesConfig, *, held_out: bool = False) -> Sample:
-    """Sample `index` of a stream that has no end and repeats nothing on purpose."""
+def make_sample(
+    seed: int, index: int, config: ScenesConfig, *, held_out: bool = False, with_questions: bool = True
+) -> Sample:
+    """Sample `index` of a stream that has no end and repeats nothing on purpose.
+
+    `with_questions` False leaves the questions out, which take time; the picture is the same.
+    """
     attempt = 0
     while True:
         dice = SplitMix(seed, index, int(held_out), attempt)
@@ -36,12 +41,15 @@ def make_sample(seed: int, index: int, config: ScenesConfig, *, held_out: bool =
         if (
             kind == "icon"
         ):  # its pools are apart already: by set, or by the hash of the icon in whatever colour and size
-            draft = icon_scene(dice, config, size, held_out=held_out)
-            return replace(draft.sample, questions=draft.questions())
+            return _finished(icon_scene(dice, config, size, held_out=held_out), with_questions)
         draft = _MAKERS[kind](dice, config, size)
         if is_held_out(draft.sample.source) == held_out:
-            return replace(draft.sample, questions=draft.questions())
+            return _finished(draft, with_questions)
         attempt += 1
+
+
+def _finished(draft: Draft, with_questions: bool) -> Sample:
+    return replace(draft.sample, questions=draft.questions()) if with_questions else draft.sample
 
 
 def is_held_out(source: str) -> bool:

@@ -170,17 +170,15 @@ class Calculator:
     def __post_init__(self) -> None:
         if self.form not in get_args(Form):
             raise ValueError(f"calculator.form is {self.form!r}, expected one of {', '.join(get_args(Form))}")
-        if self.steps < 1 or self.digits < 1 or (self.steps + 1) * self.digits >= LONGEST_NUMBER:
-            raise ValueError(
-                f"calculator.steps={self.steps!r} and digits={self.digits!r}: expected at least 1 each, and "
-                f"(steps + 1) * digits below {LONGEST_NUMBER}"
-            )
+        check_calculation("calculator", self.steps, self.digits)
         if self.max_turns < 2:
             raise ValueError(f"calculator.max_turns is {self.max_turns!r}, expected at least 2: a call and an answer")
 
     def task(self, number: int, split: Split) -> Task:
         drawn = draws(self.name, split, number)
-        text, answer = draw_calculation(drawn, self.form, self.steps, self.digits, test=split == "test")
+        text, answer = draw_calculation(
+            drawn, form=self.form, steps=self.steps, digits=self.digits, test=split == "test"
+        )
         weights = {OUTCOME: 1.0} | ({"called": self.called} if self.called else {})
         return Task(name=text, data={"text": text, "answer": str(answer)}, weights=weights)
 
@@ -192,13 +190,22 @@ class Calculator:
         return {OUTCOME: float(is_right(task.data["answer"], messages)), **call_facets(messages)}
 
 
+def check_calculation(environment: str, steps: int, digits: int) -> None:
+    """ValueError unless such calculations can be drawn and answered."""
+    if steps < 1 or digits < 1 or (steps + 1) * digits >= LONGEST_NUMBER:
+        raise ValueError(
+            f"{environment}.steps={steps!r} and digits={digits!r}: expected at least 1 each, and "
+            f"(steps + 1) * digits below {LONGEST_NUMBER}"
+        )
+
+
 def is_right(answer: str, messages: Sequence[Message]) -> bool:
     """Whether the policy ended with this number."""
     found = final_number(settled_answer(messages))
     return found is not None and found == number_of(answer)
 
 
-def draw_calculation(drawn: np.random.Generator, form: Form, steps: int, digits: int, *, test: bool) -> tuple[str, int]:
+def draw_calculation(drawn: np.random.Generator, *, form: Form, steps: int, digits: int, test: bool) -> tuple[str, int]:
     """A question and its answer. The first number is even in training questions and odd in test questions."""
     low, high = max(2, 10 ** (digits - 1)), 10**digits
     value = int(drawn.integers(low, high))

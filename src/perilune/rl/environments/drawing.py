@@ -11,7 +11,7 @@ What the policy writes is a stranger's input: it goes through the guard and the 
 """
 
 import base64
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, ClassVar, Literal, get_args
@@ -49,7 +49,7 @@ class Drawing:
         sample = self._sample(number, split)
         data: dict[str, Any] = {"svg": sample.svg, "size": list(sample.size), "ask": self.ask}
         if self.ask == "shuffled":
-            data["shown"] = _other(sample, [self._sample(number + STRIDE * turn, split) for turn in (1, 2, 3)])
+            data["shown"] = _other(sample, (self._sample(number + STRIDE * turn, split) for turn in (1, 2, 3)))
         return Task(name=f"{split}/{self.ask}/{number}", data=data)
 
     async def episode(self, task: Task, talk: Talk) -> None:
@@ -67,7 +67,13 @@ class Drawing:
         }
 
     def _sample(self, number: int, split: Split) -> Sample:
-        return make_sample(self.seed, number, self.scenes, held_out=split == "test")
+        return _made(self.seed, number, self.scenes, split == "test")
+
+
+@lru_cache(maxsize=4096)
+def _made(seed: int, number: int, scenes: ScenesConfig, held_out: bool) -> Sample:
+    """Made once for all ways to ask: one that is held out takes milliseconds to find."""
+    return make_sample(seed, number, scenes, held_out=held_out, with_questions=False)
 
 
 class _Truth:
@@ -106,8 +112,12 @@ def in_words(svg: str) -> str:
     return f"A picture of {picture.width} x {picture.height} pixels, {picture.background}: {'; '.join(shapes)}."
 
 
-def _other(sample: Sample, others: Sequence[Sample]) -> str:
-    """The source of one that differs and has the same size, where one is among them."""
-    fitting = [other.svg for other in others if other.svg != sample.svg and other.size == sample.size]
-    different = [other.svg for other in others if other.svg != sample.svg]
-    return (fitting or different or [sample.svg])[0]
+def _other(sample: Sample, others: Iterable[Sample]) -> str:
+    """The source of the first that differs and has the same size, else of the first that differs."""
+    different = None
+    for other in others:
+        if other.svg != sample.svg:
+            if other.size == sample.size:
+                return other.svg
+            different = different or other.svg
+    return different or sample.svg

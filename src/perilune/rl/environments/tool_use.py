@@ -15,12 +15,20 @@ import asyncio
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from perilune.rl.environment import OUTCOME, Message, Split, Talk, Task, draws
-from perilune.rl.environments.calculator import CALCULATOR, FINAL, draw_calculation, is_right
+from perilune.rl.environments.calculator import (
+    CALCULATOR,
+    FINAL,
+    Form,
+    check_calculation,
+    draw_calculation,
+    is_right,
+)
 from perilune.rl.environments.code import missing_sandbox
 from perilune.rl.environments.code_exchange import ENVIRONMENT, remove
 from perilune.rl.environments.tool_calls import CallFailed, Tool, call_facets, converse
@@ -31,8 +39,6 @@ LIMITS = Limits(wall_seconds=20, cpu_seconds=5, memory_bytes=256 << 20, processe
                 output_bytes=1 << 16)  # fmt: skip
 LONGEST_PROGRAM = 100_000
 MODULUS = 99_991
-STEPS, DIGITS = 3, 4
-"""Of a calculation; see calculator.py."""
 
 
 async def run_python(code: str) -> str:
@@ -75,8 +81,13 @@ class ToolUse:
     """Of one turn."""
     called: float = 0.0
     """What a successful call counts for in the reward, beside the outcome."""
+    steps: int = 3
+    """Of a question that the calculator answers."""
+    digits: int = 4
+    """Of the numbers in it."""
 
     def __post_init__(self) -> None:
+        check_calculation("tool_use", self.steps, self.digits)
         if not self.tools or not set(self.tools) <= set(TOOLS) or len(set(self.tools)) != len(self.tools):
             raise ValueError(f"tool_use.tools is {self.tools!r}, expected some of {', '.join(TOOLS)}, each once")
         if self.max_turns < 2:
@@ -89,9 +100,7 @@ class ToolUse:
 
     def task(self, number: int, split: Split) -> Task:
         drawn = draws(self.name, split, number)
-        kinds: Sequence[Callable[..., tuple[str, int]]] = [
-            kind for name in self.tools for kind in QUESTIONS[name]
-        ]  # fmt: skip
+        kinds = [kind for name in self.tools for kind in self._questions(name)]
         text, answer = kinds[number % len(kinds)](drawn, test=split == "test")
         weights = {OUTCOME: 1.0} | ({"called": self.called} if self.called else {})
         return Task(name=text, data={"text": text, "answer": str(answer)}, weights=weights)
@@ -104,16 +113,14 @@ class ToolUse:
     def judge(self, task: Task, messages: Sequence[Message]) -> Mapping[str, float]:
         return {OUTCOME: float(is_right(task.data["answer"], messages)), **call_facets(messages)}
 
+    def _questions(self, tool: str) -> "Sequence[Question]":
+        if tool == "python":
+            return PYTHON_QUESTIONS
+        forms: tuple[Form, ...] = ("expression", "steps")
+        return [partial(draw_calculation, form=form, steps=self.steps, digits=self.digits) for form in forms]
+
 
 # Questions: the first number is even in training ones and odd in test ones --------------------------------------------
-
-
-def _calculation(drawn: np.random.Generator, *, test: bool) -> tuple[str, int]:
-    return draw_calculation(drawn, "expression", STEPS, DIGITS, test=test)
-
-
-def _told_calculation(drawn: np.random.Generator, *, test: bool) -> tuple[str, int]:
-    return draw_calculation(drawn, "steps", STEPS, DIGITS, test=test)
 
 
 def _first(drawn: np.random.Generator, test: bool) -> int:
@@ -151,7 +158,6 @@ def _chain(drawn: np.random.Generator, *, test: bool) -> tuple[str, int]:
     )
 
 
-QUESTIONS: Mapping[str, Sequence[Callable[..., tuple[str, int]]]] = {
-    "calculator": (_calculation, _told_calculation),
-    "python": (_primes, _counted, _chain),
-}
+Question = Callable[..., tuple[str, int]]
+"""Of the random numbers of a task, and `test`: a text and its answer."""
+PYTHON_QUESTIONS: Sequence[Question] = (_primes, _counted, _chain)

@@ -48,7 +48,10 @@ def library_of(config: CorpusConfig) -> Library:
     return Library(corpus=Corpus(config))
 
 
+@cache
 def tools(library: Library) -> "tuple[Tool, ...]":
+    """The same ones for all episodes: what is worked out about them once stays with them."""
+
     async def search(context: "ToolContext", arguments: dict[str, Any]) -> str:
         return library.search(arguments["query"])
 

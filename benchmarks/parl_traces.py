@@ -1,0 +1,88 @@
+"""Dialogues that the models of benchmarks/parl_models.py are fine-tuned on, written by all cores at once.
+
+    python benchmarks/parl_traces.py FILE                             9 in 10 serial, six in ten delegations are good
+    python benchmarks/parl_traces.py FILE --mix well-formed           the control: all delegations are good
+
+A script of its own because every process of a pool reads its main script again, and this one imports no torch: twelve
+processes begin within a second. What is written depends on the settings alone, not on the number of cores.
+"""
+
+import multiprocessing
+import os
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import tyro
+
+from perilune.rl.environments.wide_search import WideSearch
+from perilune.rl.environments.wide_search_corpus import CorpusConfig
+from perilune.rl.environments.wide_search_traces import TraceConfig, traces
+
+Mix = Literal["mostly-serial", "well-formed"]
+PARTS = 12
+"""Of the traces, each with a seed of its own, made side by side."""
+WELL_FORMED: dict[Mix, float] = {"mostly-serial": 0.6, "well-formed": 1.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    file: tyro.conf.Positional[Path]
+    mix: Mix = "mostly-serial"
+    orchestrators: int = 6000
+    workers: int = 12_000
+    """Dialogues of each role."""
+    seed: int = 0
+    tiny: bool = False
+    """From a small library, in one part."""
+
+
+def environment_of(*, tiny: bool, **more: Any) -> WideSearch:
+    """The task; in miniature with a small library."""
+    if tiny:
+        more = {"corpus": CorpusConfig(pages=400), "worker_steps": 3, **more}
+    return WideSearch(**{"reply_tokens": 1024, "worker_reply_tokens": 192, **more})
+
+
+def trace_configs(settings: Settings) -> list[TraceConfig]:
+    """Of every part; together as many dialogues as asked for."""
+    parts = 1 if settings.tiny else PARTS
+    return [
+        TraceConfig(
+            orchestrators=len(range(part, settings.orchestrators, parts)),
+            workers=len(range(part, settings.workers, parts)),
+            well_formed=WELL_FORMED[settings.mix],
+            seed=settings.seed * PARTS + part,
+            environment=environment_of(tiny=settings.tiny),
+        )
+        for part in range(parts)
+    ]
+
+
+def write(settings: Settings) -> None:
+    """Complete or not at all."""
+    settings.file.parent.mkdir(parents=True, exist_ok=True)
+    partial = settings.file.with_suffix(".partial")
+    with partial.open("w", encoding="utf-8") as file:
+        for lines in _made(trace_configs(settings)):
+            file.writelines(lines)
+    partial.replace(settings.file)
+
+
+def _made(configs: list[TraceConfig]) -> Iterator[list[str]]:
+    if len(configs) == 1:
+        yield _lines(configs[0])
+        return
+    spawned = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(len(configs), os.cpu_count() or 1), mp_context=spawned) as pool:
+        yield from pool.map(_lines, configs)
+
+
+def _lines(config: TraceConfig) -> list[str]:
+    return [trace.line for trace in traces(config)]
+
+
+if __name__ == "__main__":
+    write(tyro.cli(Settings, description=__doc__))
