@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from perilune.data import render_worker
 from perilune.data.hostile import HostileInput, PictureError, RendererMissing, RenderFailed
 from perilune.data.pictures import draw_svg, draw_svgs, svg_worker
 from perilune.data.raster import decode_png, encode_png, rasterize
@@ -293,6 +294,26 @@ def test_worker_that_cannot_start_says_so(tmp_path: Path) -> None:
     program.write_text("import socket, sys\nsocket.socket(fileno=int(sys.argv[1])).sendall(b'\\0\\0\\0\\5Fgone')\n")
     with RenderWorker(program=program) as worker, pytest.raises(RendererMissing, match="gone"):
         worker.render({"svg": ""})
+
+
+def test_worker_finds_packages_where_this_process_finds_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program, elsewhere = tmp_path / "draws.py", tmp_path / "elsewhere"
+    (elsewhere / "only_here").mkdir(parents=True)
+    (elsewhere / "only_here" / "__init__.py").write_text("DRAWN = b'Phere'\n")
+    (elsewhere / "one_file.py").write_text("")
+    program.write_text(
+        "import socket, sys\n"
+        f"sys.path.append({str(Path(render_worker.__file__).parent)!r})\n"
+        "from svg_process import find_packages, receive, send\n"
+        "find_packages()\nimport one_file, only_here\n"
+        "s = socket.socket(fileno=int(sys.argv[1]))\nsend(s, b'P')\nreceive(s)\nsend(s, only_here.DRAWN)\n"
+    )
+    monkeypatch.setattr(render_worker, "PACKAGES", ("only_here", "one_file", "nowhere_at_all"))
+    with RenderWorker(program=program) as worker, pytest.raises(RendererMissing):
+        worker.render({"svg": ""})
+    monkeypatch.syspath_prepend(elsewhere)
+    with RenderWorker(program=program) as worker:
+        assert worker.render({"svg": ""}) == b"here"
 
 
 def test_forked_process_starts_a_worker_of_its_own() -> None:

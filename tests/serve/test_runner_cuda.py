@@ -1,7 +1,9 @@
 """The runner on CUDA: graphs against steps without them, and both against the CPU."""
 
 import random
+import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -317,3 +319,25 @@ def test_an_engine_under_load_gives_the_same_greedy_tokens_with_graphs_and_witho
         said[use_graphs] = {request: tokens_of(outputs) for request, outputs in found.items()}
         assert name != "kda" or not use_graphs or any(seen)
     assert said[True] == said[False]
+
+
+@pytest.mark.gpu
+def test_engines_in_two_threads_record_beside_each_other() -> None:
+    """A policy and its frozen workers, both new: what one launches ends up in no recording of the other."""
+    config = replace(BASE, compute_dtype="bfloat16")
+    models = [Decoder(config, seed=seed).cuda() for seed in (0, 1)]
+    errors: list[Tensor] = []
+
+    def compare(model: Decoder) -> None:
+        for _ in range(4):  # more recordings in all than PyTorch has streams
+            other = Decoder(config, seed=0)
+            other.load_state_dict(model.state_dict())
+            one, plain = mixed_runner(model), mixed_runner(other.cuda(), use_graphs=False)
+            one.record_usual_steps()
+            errors.append(apart(one, plain, 20))
+
+    with warnings.catch_warnings(record=True) as seen, ThreadPoolExecutor(2) as pool:
+        warnings.simplefilter("always")
+        list(pool.map(compare, models))
+    assert not [str(each.message) for each in seen if "CUDA graphs" in str(each.message)]
+    check_noise(torch.cat(errors), "two threads")

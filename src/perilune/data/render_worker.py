@@ -4,10 +4,12 @@
         png = worker.render({"svg": source, "width": 112, "height": 112})      # or RenderFailed
 
 The worker is started by the first picture and used for all that follow; after a death the next picture starts another.
-It shares nothing with this process but one socket: no environment, no open files, an isolated interpreter. It may be
-used from several threads (one picture at a time) and survives a fork: the child starts a worker of its own.
+It shares nothing with this process but one socket: no environment, no open files, an isolated interpreter, which is
+told where the packages lie that it draws with (under PYTHONPATH, say). It may be used from several threads (one picture
+at a time) and survives a fork: the child starts a worker of its own.
 """
 
+import importlib.util
 import json
 import os
 import signal
@@ -21,7 +23,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from perilune.data.hostile import RendererMissing, RenderFailed
-from perilune.data.svg_process import receive, send
+from perilune.data.svg_process import MODULES, receive, send
 
 MEMORY_BYTES = 1 << 30
 RENDER_SECONDS = 1.0
@@ -30,6 +32,8 @@ WALL_SECONDS = 10.0
 """Time on the clock after which a silent worker is ended; longer, because the machine may be busy."""
 START_SECONDS = 60.0
 SVG_PROGRAM = Path(__file__).with_name("svg_process.py")
+PACKAGES = ("resvg_py", "jinja2", "markupsafe")
+"""Of all programs."""
 
 
 class RenderWorker:
@@ -110,7 +114,7 @@ class RenderWorker:
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
-                    env=self._environment,
+                    env={MODULES: os.pathsep.join(package_folders()), **self._environment},
                     cwd="/",
                     start_new_session=True,
                 )
@@ -149,3 +153,13 @@ class RenderWorker:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+def package_folders() -> list[str]:
+    """Where this process finds PACKAGES; those that it does not find are left out."""
+    found = []
+    for spec in filter(None, map(importlib.util.find_spec, PACKAGES)):
+        inside = next(iter(spec.submodule_search_locations or ()), spec.origin)  # its folder, or its only file
+        if inside is not None:
+            found.append(str(Path(inside).absolute().parent))
+    return list(dict.fromkeys(found))

@@ -6,22 +6,27 @@ writes answers on the socket DESCRIPTOR until the socket closes. A message is it
     request  JSON {"svg": source, "width": pixels, "height": pixels}
     answer   b"P" + PNG file, or b"F" + why there is none; the first answer of all is b"P", or b"F" + what is missing
 
+MODULES in the environment names folders with packages that lie where an isolated interpreter does not look.
+
 Before the first request it gives up what drawing does not need: address space beyond MEMORY, files and sockets (no
 descriptor can be opened any more), writing, core dumps. Each drawing has SECONDS of processor time; then the kernel
 ends the process, wherever it is. Processor time, because a busy machine is no fault of the picture.
 """
 
 import json
+import os
 import signal
 import socket
 import sys
 from typing import Any
 
+MODULES = "PERILUNE_MODULES"
 BLANK = '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 1 1"/>'
 
 
 def main(descriptor: int, memory: int, seconds: float) -> None:
     parent = socket.socket(fileno=descriptor)
+    find_packages()
     try:
         import resvg_py
     except ImportError:
@@ -38,6 +43,12 @@ def main(descriptor: int, memory: int, seconds: float) -> None:
             answer = b"F" + f"resvg refused the source ({error})"[:500].encode("utf-8", "replace")
         signal.setitimer(signal.ITIMER_PROF, 0)
         send(parent, answer)
+
+
+def find_packages() -> None:
+    """Those of the process that started this one, after all others."""
+    folders = os.environ.get(MODULES, "").split(os.pathsep)
+    sys.path += [folder for folder in folders if folder and folder not in sys.path]
 
 
 def draw(resvg: Any, request: dict[str, Any]) -> bytes:

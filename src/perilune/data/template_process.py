@@ -24,11 +24,12 @@ from pathlib import Path
 from typing import Any
 
 sys.path.append(str(Path(__file__).parent))  # an isolated interpreter does not know the folder of its program
-from svg_process import give_up_privileges, receive, send  # type: ignore[import-not-found]
+from svg_process import find_packages, give_up_privileges, receive, send  # type: ignore[import-not-found]
 
 
 def main(descriptor: int, memory: int, seconds: float, characters: int) -> None:
     parent = socket.socket(fileno=descriptor)
+    find_packages()
     try:
         compiled = lru_cache(maxsize=8)(make_environment().from_string)
     except ImportError:

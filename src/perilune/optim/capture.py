@@ -16,12 +16,13 @@ QK-Clip looks at. The rest of param_groups is part of the graph; changing it aft
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from perilune.kernels.recording import recording
 
 if TYPE_CHECKING:
     from perilune.optim.muon import MuonClip
@@ -36,30 +37,6 @@ class CaptureFailed(RuntimeError):
 
 def is_capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-
-
-@contextmanager
-def recording(
-    graph: torch.cuda.CUDAGraph, device: torch.device, *, memory: Any = None, stream: torch.cuda.Stream | None = None
-) -> Iterator[None]:
-    """`torch.cuda.graph` on a device, after which work goes on also where the recording broke.
-
-    A broken one leaves PyTorch (2.13 too) on the stream of the recording and its allocator waiting for the end of it.
-    Recordings that share `memory`, a graph_pool_handle, share it on one `stream` only.
-    """
-    memory = torch.cuda.graph_pool_handle() if memory is None else memory
-    # PyTorch's own stream stays on the device that it met first, and would record nothing of another.
-    stream = torch.cuda.Stream(device) if stream is None else stream
-    # A graph records a stream of the current device: what runs on another would run now, and never again. By thread:
-    # another one may take memory meanwhile, which would break a recording of all threads.
-    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.current_stream(device)):
-        try:
-            with torch.cuda.graph(graph, pool=memory, stream=stream, capture_error_mode="thread_local"):
-                yield
-        except BaseException:
-            with suppress(RuntimeError, AttributeError):  # ended already, or another PyTorch
-                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), memory)
-            raise
 
 
 class Settings:

@@ -12,7 +12,6 @@ With `capture=False` the same padded step runs without a graph: what tests compa
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,17 +20,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from perilune.kernels.recording import RECORDING, stream_of
+from perilune.kernels.recording import recording as on_device
 from perilune.model.paged import PagedBatch
 from perilune.model.paged_batch import Run, decode_batch, decode_numbers
-from perilune.optim.capture import recording as on_device
 
 SMALLEST_WIDTH = 16
 USUAL_WIDTHS = (SMALLEST_WIDTH, 4 * SMALLEST_WIDTH)
 WARM_UPS = 2
-RECORDING = threading.Lock()
-"""Engines of one process (a policy and its frozen workers) record one at a time."""
-_STREAMS: dict[torch.device, torch.cuda.Stream] = {}
-"""For recordings, one a device: PyTorch's own stays on the device it met first, and would record nothing of another."""
 
 
 def batch_buckets(max_sequences: int) -> tuple[int, ...]:
@@ -154,19 +150,17 @@ def recorded(
     """`step` as a graph that takes what it needs from the pool `memory`, and the output that it fills.
 
     It runs a few times before, beside what the device does: kernels are compiled, and what is kept of them is made,
-    outside of the graph.
+    outside of the graph. Engines of one process (a policy and its frozen workers) take turns in all of it.
     """
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        for _ in range(WARM_UPS):
-            step()
-    torch.cuda.current_stream(device).wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with RECORDING:
-        if device not in _STREAMS:
-            _STREAMS[device] = torch.cuda.Stream(device)
-        with on_device(graph, device, memory=memory, stream=_STREAMS[device]):
+        stream = stream_of(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UPS):
+                step()
+        torch.cuda.current_stream(device).wait_stream(stream)
+        with on_device(graph, device, memory=memory):
             output = step()
     return graph, output
 

@@ -36,12 +36,13 @@ from torch import Tensor
 
 from perilune.kernels.attention.continued import takes_runs
 from perilune.kernels.kda.slots import takes_slots
+from perilune.kernels.recording import RECORDING
 from perilune.model import Decoder
 from perilune.model.mla import LatentAttention
 from perilune.model.padded_batch import Bucket, padded_batch, padded_numbers
 from perilune.model.paged import PagedBatch, PagedCache, StatePool
 from perilune.model.paged_batch import MOST_JOINED_KEYS, Run
-from perilune.serve.graphs import RECORDING, copy_numbers, copy_pages, recorded, width_of
+from perilune.serve.graphs import copy_numbers, copy_pages, recorded, width_of
 
 FEWEST_TOKENS, FEWEST_DECODES, FEWEST_RUNS, FEWEST_KEYS = 64, 8, 8, 2048
 NARROWEST = 64

@@ -33,10 +33,10 @@ import torch
 from torch import Tensor, nn
 
 from perilune.data.chat_rows import ChatRows
+from perilune.kernels.recording import recording
 from perilune.kernels.triton_support import HAS_TRITON
 from perilune.model import Decoder, MediaInput
 from perilune.model.linear import HALF, has_hooks
-from perilune.optim.capture import recording
 from perilune.optim.heads import HeldMaxima, MaxLogitRecorder
 from perilune.optim.qk_clip import find_heads
 from perilune.train import ranks
@@ -345,12 +345,11 @@ def _borders_of_all_layers(cu_seqlens: Tensor) -> Tensor:
 
 def cuda_recorder(device: torch.device) -> Record:
     """Records CUDA graphs that share memory; they are replayed one after the other on the current stream."""
-    # A stream of its own: PyTorch's for recordings stays on the device it met first.
-    memory, stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
+    memory = torch.cuda.graph_pool_handle()
 
     def record(compute: Compute) -> Compute:
         graph = torch.cuda.CUDAGraph()
-        with recording(graph, device, memory=memory, stream=stream):
+        with recording(graph, device, memory=memory):
             loss = compute()
 
         def replay() -> Tensor:
