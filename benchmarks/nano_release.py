@@ -15,7 +15,6 @@ import os
 import shutil
 import signal
 import tempfile
-import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -24,6 +23,7 @@ from typing import Any
 
 import torch
 import tyro
+from rl_rows import say
 
 from perilune import hub
 from perilune.cli_hub import open_model
@@ -153,6 +153,7 @@ def train_stage(config: RunConfig, seconds: float, settings: Settings, deadline:
         return
     # Dialogues take a minute to read: once is enough.
     data = open_data(config.data, seed=config.seed) if config.data.chat is not None else None
+    say(f"{config.name}: data are there")
     if not plan.exists():
         steps = config.trainer.steps if settings.tiny else steps_for(config, seconds, data)
         plan.write_text(json.dumps({"steps": steps}) + "\n")
@@ -160,10 +161,13 @@ def train_stage(config: RunConfig, seconds: float, settings: Settings, deadline:
     left = deadline - time.monotonic()
     if left <= 0:
         raise OutOfTime(config.name)
-    # The trainer finishes its step and saves when it is asked to end.
-    timer = threading.Timer(left, os.kill, (os.getpid(), signal.SIGTERM))
-    timer.daemon = True
-    timer.start()
+    say(f"{config.name}: {config.trainer.steps} steps, {left:.0f} s left in this call")
+
+    def stop_in_time(phase: str) -> None:
+        # Within a step, where the trainer hears it, and saves.
+        if phase == "step:logged" and time.monotonic() > deadline:
+            signal.raise_signal(signal.SIGTERM)
+
     try:
         train(
             config,
@@ -171,12 +175,14 @@ def train_stage(config: RunConfig, seconds: float, settings: Settings, deadline:
             resume=(folder / "checkpoints" / "latest").exists(),
             quiet=settings.tiny,
             data=data,
+            on_phase=stop_in_time,
         )
-    except Interrupted:
+    except Interrupted as stopped:
+        if stopped.signal_number != signal.SIGTERM:  # a person's Ctrl-C
+            raise
         raise OutOfTime(config.name) from None
-    finally:
-        timer.cancel()
     (folder / "done").touch()
+    say(f"{config.name}: trained")
 
 
 # Abilities -----------------------------------------------------------------------------------------------------------
@@ -267,12 +273,15 @@ def export(settings: Settings) -> dict[str, Any]:
     size = sum(path.stat().st_size for path in made.glob("*.safetensors"))
     if size > MOST_BYTES:
         raise ValueError(f"the weights take {size:,} bytes, expected at most {MOST_BYTES:,}: make the model smaller")
+    say(f"exported, {size:,} bytes of weights")
     results = measure(made, settings)
+    say("abilities are measured")
     card = release_card(
         NAME, opened.model, target, [each for each in stages if each.exists()], results, settings.described
     )
     (made / "README.md").write_text(card, encoding="utf-8")
     safety = probe_safety(made, settings)
+    say("safety probes are answered")
     write_section(made, safety)
     released = settings.released
     released.parent.mkdir(parents=True, exist_ok=True)
@@ -289,12 +298,13 @@ def main(settings: Settings) -> None:
     settings.folder.mkdir(parents=True, exist_ok=True)
     try:
         dialogues = make_data(settings)
+        say("dialogues are there")
         train_stage(pretrain_config(settings, dialogues), settings.pretrain_seconds, settings, deadline)
         train_stage(sft_config(settings, dialogues), settings.sft_seconds, settings, deadline)
         if time.monotonic() > deadline and not settings.tiny:
             raise OutOfTime("export")
     except OutOfTime as stage:
-        print(f"time is up in {stage}; give the same command again to go on")
+        say(f"time is up in {stage}; give the same command again to go on")
         return
     found = export(settings)
     (settings.folder / "release.json").write_text(json.dumps(found, indent=1) + "\n")

@@ -75,6 +75,11 @@ CURVES = ("spawn", "outcome", "parallel", "finish", "width", "critical_steps", "
 class Settings:
     step: tyro.conf.Positional[Literal["train", "test", "arm", "best-of", "report", "all"]]
     arm: ArmName = "full"
+    mix: Mix | None = None
+    """Traces that the arm starts from, in place of its own."""
+    trained_cap: float = 1.0
+    """Times the cap, in training. With twice the steps an agent alone gets nearly all items: nothing but the extra
+    rewards speaks for workers then."""
     recipe: Recipe = "full"
     seed: int = 0
     out: Path = Path("runs/parl")
@@ -84,7 +89,8 @@ class Settings:
     tasks: int = 16
     samples: int = 8
     lr: float = 3e-4
-    over: int = 40
+    """That of the recipe: on an H200 ten iterations led 21M parameters from workers in 3% of wide tasks to all of them."""
+    over: int = 25
     """Iterations in which the extra rewards fade."""
     spare_steps: int | None = 1
     """Steps beyond the oracle's on narrow tasks and chains; None: the cap of wide ones."""
@@ -100,12 +106,26 @@ class Settings:
 
 
 def name_of(settings: Settings) -> str:
-    return f"{settings.arm}-{settings.recipe}-{settings.seed}"
+    return "-".join([settings.arm, settings.recipe, *_beside(settings), str(settings.seed)])
+
+
+def _beside(settings: Settings) -> list[str]:
+    """What is not as in the arm of the bars."""
+    looser = [] if settings.trained_cap == 1 else [f"cap{settings.trained_cap:g}"]
+    return looser if settings.mix is None else [settings.mix, *looser]
 
 
 def start_of(settings: Settings) -> str:
-    mix: Mix = "well-formed" if settings.arm == "control" else "mostly-serial"
-    return f"sft-{settings.recipe}-{mix}-{settings.seed}"
+    return f"sft-{settings.recipe}-{mix_of(settings)}-{settings.seed}"
+
+
+def arm_of(settings: Settings) -> str:
+    """As rows name it: one that starts from other traces, or trains at another cap, is not the arm of the bars."""
+    return ", ".join([settings.arm, *_beside(settings)])
+
+
+def mix_of(settings: Settings) -> Mix:
+    return settings.mix or ("well-formed" if settings.arm == "control" else "mostly-serial")
 
 
 def wide_search(settings: Settings, cap: float = 1.0) -> WideSearch:
@@ -140,8 +160,10 @@ def rl_config(settings: Settings) -> RLConfig:
         rollout = replace(config.rollout, talk=talk, workers=talk)
         config = replace(config, engine=engine, worker_engine=engine, pool=8, rollout=rollout)
     elif torch.cuda.is_available():
+        # Few and long rows: each costs the host some thousand launches.
         config = replace(config, engine=replace(base.engine, memory_gib=20.0), worker_engine=replace(
-            base.worker_engine or base.engine, memory_gib=20.0))  # fmt: skip
+            base.worker_engine or base.engine, memory_gib=20.0), learner=replace(config.learner, row_tokens=65_536),
+        )  # fmt: skip
     return config
 
 
@@ -150,6 +172,9 @@ def rl_config(settings: Settings) -> RLConfig:
 
 def train(settings: Settings) -> None:
     folder = settings.out / name_of(settings)
+    if not is_there(settings.out, start := start_of(settings)):
+        made = f"python benchmarks/parl_models.py sft --mix {mix_of(settings)} --recipe {settings.recipe}"
+        raise SystemExit(f"{str(settings.out)!r} has no {start} that is whole: {made} --seed {settings.seed} makes it")
     device = _device(settings)
     say(f"{name_of(settings)}: opening {start_of(settings)}")
     model, tokenizer, run = load_run(settings.out / start_of(settings), device=device)
@@ -166,7 +191,7 @@ def train(settings: Settings) -> None:
     audit = replay_folder(folder, {"wide_search": wide_search(settings)})
     began = [record["parl"]["began"] for record in records if record.get("parl")]
     row = {
-        "row": "train", "name": name_of(settings), "arm": settings.arm, "iterations": len(records),
+        "row": "train", "name": name_of(settings), "arm": arm_of(settings), "iterations": len(records),
         "wanted": settings.iterations, "episodes": audit["episodes"], "replayed_equal": audit["equal"],
         "faded_from": began[-1] if began else None,
         "last_fifth": {kind: _means([(each.get("kinds") or {}).get(kind) or {} for each in fifth]) for kind in kinds},
@@ -192,7 +217,7 @@ async def _train(
     """Until the time of this call is over; what was trained before is continued."""
     about = {"config": to_plain(run), "tokenizer_fingerprint": tokenizer.fingerprint}
     resume = checkpoint.find(folder / CHECKPOINTS) is not None
-    environments = {"wide_search": wide_search(settings)}
+    environments = {"wide_search": wide_search(settings, settings.trained_cap)}
     async with Loop(model, tokenizer, environments, config, folder=folder, resume=resume, about=about) as loop:
         if not resume:
             loop.save()
@@ -201,7 +226,7 @@ async def _train(
         while loop.iteration < config.iterations and time.monotonic() - began < settings.seconds:
             record = await loop.step()
             say(_line(settings, record))
-            if time.monotonic() - saved > 120:  # a call that is cut off loses two minutes at most
+            if time.monotonic() - saved > 60:  # a call that is cut off loses a minute at most
                 loop.save()
                 saved = time.monotonic()
         loop.save()
@@ -234,6 +259,8 @@ async def play(
 ) -> None:
     """Test tasks by the trained arm at every cap; `tell` hears of each: its episodes and the seconds they took."""
     device, config = _device(settings), rl_config(settings)
+    if checkpoint.find(settings.out / name_of(settings) / CHECKPOINTS) is None:
+        raise SystemExit(f"{str(settings.out)!r} has no {name_of(settings)}: train the arm first")
     model, tokenizer, _ = load_run(settings.out / name_of(settings), device=device)
     frozen, frozen_tokenizer, _ = load_run(settings.out / start_of(settings), device=device)
     talk = replace(config.rollout.talk, temperature=temperature)
@@ -269,7 +296,7 @@ def test(settings: Settings) -> None:
     def tell(cap: float, collected: Collected, seconds: float) -> None:
         wide = [each for each in collected.trajectories if each.task_data["kind"] == "wide"]
         row = {
-            "row": "test", "name": name_of(settings), "arm": settings.arm, "cap": cap,
+            "row": "test", "name": name_of(settings), "arm": arm_of(settings), "cap": cap,
             "critical_cap": round(CRITICAL_STEPS * cap), "kinds": by_kind(collected.trajectories),
             "wide_f1": _interval([each.facets["outcome"] for each in wide]), "play_seconds": round(seconds, 2),
             "episodes": len(collected.trajectories), "failures": dict(collected.failures),
@@ -346,9 +373,7 @@ def _record(settings: Settings, row: dict[str, Any], seconds: float) -> None:
 
 def small_settings(settings: Settings) -> Settings:
     """Seconds on a CPU; models are made where they are missing."""
-    pairs: list[tuple[Recipe, Mix]] = [
-        (settings.recipe, "well-formed" if settings.arm == "control" else "mostly-serial")
-    ]
+    pairs: list[tuple[Recipe, Mix]] = [(settings.recipe, mix_of(settings))]
     if settings.step == "all":
         pairs = [("full", "mostly-serial"), ("full", "well-formed"), ("plain", "mostly-serial")]
     for recipe, mix in pairs:

@@ -2,6 +2,7 @@
 
     python benchmarks/parl_traces.py FILE                             9 in 10 serial, six in ten delegations are good
     python benchmarks/parl_traces.py FILE --mix well-formed           the control: all delegations are good
+    python benchmarks/parl_traces.py FILE --mix mostly-clumsy         one in twenty is: the skill has to be learnt
 
 A script of its own because every process of a pool reads its main script again, and this one imports no torch: twelve
 processes begin within a second. What is written depends on the settings alone, not on the number of cores.
@@ -21,10 +22,11 @@ from perilune.rl.environments.wide_search import WideSearch
 from perilune.rl.environments.wide_search_corpus import CorpusConfig
 from perilune.rl.environments.wide_search_traces import TraceConfig, traces
 
-Mix = Literal["mostly-serial", "well-formed"]
+Mix = Literal["mostly-serial", "well-formed", "mostly-clumsy"]
 PARTS = 12
 """Of the traces, each with a seed of its own, made side by side."""
-WELL_FORMED: dict[Mix, float] = {"mostly-serial": 0.6, "well-formed": 1.0}
+WELL_FORMED: dict[Mix, float] = {"mostly-serial": 0.6, "well-formed": 1.0, "mostly-clumsy": 0.05}
+"""Of the delegations, which are a tenth in each of them."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -77,8 +77,8 @@ class Settings:
     """Generated documents beside it."""
     share: float = 0.5
     """Of the base's rows, with pictures."""
-    dialogues: int = 8000
-    epochs: float = 3.0
+    dialogues: int = 16_000
+    epochs: float = 2.0
     workers: int = 12
     """Processes that make pictures."""
     seed: int = 0

@@ -53,6 +53,7 @@ from perilune.rl.groups import GroupConfig
 from perilune.rl.learner import LearnerConfig
 from perilune.rl.lengths import ToggleConfig
 from perilune.rl.loop import CHECKPOINTS, RECORDS, Loop, RLConfig
+from perilune.rl.priorities import PriorityConfig
 from perilune.rl.progress import evaluation_line
 from perilune.rl.rollout import RolloutConfig
 from perilune.rl.talk import TalkConfig
@@ -79,8 +80,9 @@ LOOK_SECONDS = (15.0, 60.0)
 first also compiles, and a call that goes on has none."""
 STARTED = "arm.json"
 PROBES = "probes.json"
-TOGGLE = ToggleConfig(period=10, threshold=0.8, percentile=25.0, min_answers=4)
-RIGID = ToggleConfig(period=1 << 40, threshold=0.0, percentile=25.0, min_answers=4)
+TOGGLE = ToggleConfig(period=15, threshold=0.8, percentile=50.0, min_answers=4)
+"""Ten phases in 150 iterations, the last one free: what the budget cost is learnt again."""
+RIGID = ToggleConfig(period=1 << 40, threshold=0.0, percentile=50.0, min_answers=4)
 """Toggle that never leaves its budgeted phase and asks for no accuracy first."""
 PICTURES = Drawing(scenes=SCENES, max_tokens=256)
 IN_WORDS = replace(PICTURES, name="words", ask="words")
@@ -175,6 +177,7 @@ def rl_config(settings: Settings, run: RunConfig, start: Path, toggle: ToggleCon
         rollout=RolloutConfig(group_size=settings.samples, concurrency=settings.sequences, talk=talk),
         learner=LearnerConfig(optimizer=OptimizerConfig(lr=settings.lr, weight_decay=0.0), row_tokens=ROW_TOKENS),
         groups=GroupConfig(toggle=toggle),
+        priorities=PriorityConfig(hopeless_after=2 * settings.samples),
         engine=EngineConfig(
             max_sequences=settings.sequences, token_budget=max(4096, 2 * settings.sequences),
             max_length=settings.max_length, memory_gib=settings.memory_gib, num_snapshots=64,
@@ -323,12 +326,16 @@ def _probes(folder: Path) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
+def _equal(settings: Settings, record: Mapping[str, Any]) -> float:
+    """The share of groups whose samples all earned the same: nothing is learnt from them."""
+    return record["dropped"].get("groups with equal rewards", 0) / settings.tasks
+
+
 def _line(settings: Settings, record: Mapping[str, Any]) -> str:
-    equal = record["dropped"].get("groups with equal rewards", 0) / settings.tasks
     return (
         f"{name_of(settings)} {record['iteration']}/{settings.iterations}  reward {record.get('reward', 0):.3f}  "
         f"length {record.get('length', 0):.0f}  gap {record['gap']:.4f}  clipped {record['clipped']:.3f}  "
-        f"equal groups {equal:.0%}  "
+        f"equal groups {_equal(settings, record):.0%}  "
         f"{record['seconds']:.2f} s ({record['rollout_seconds']:.2f} playing, {record['learn_seconds']:.2f} learning)"
     )
 
@@ -347,7 +354,7 @@ def row_of(
         for kind, count in record["failures"].items():
             failures[kind] = failures.get(kind, 0) + count
     environment = describe_environment(device)
-    steady = records[len(records) // 4 :]
+    steady, known = records[len(records) // 4 :], {name for record in records for name in record}
     return {
         "arm": name_of(settings),
         "seed": settings.seed,
@@ -369,7 +376,8 @@ def row_of(
         "probe_after": probes[str(done)],
         "failures": failures,
         "curves": {
-            name: [_short(record.get(name)) for record in records] for name in CURVES if any(name in r for r in records)
+            **{name: [_short(record.get(name)) for record in records] for name in CURVES if name in known},
+            "equal_groups": [_short(_equal(settings, record)) for record in records],
         },
         "examples": {
             when: [_kept(each) for each in found["samples"]] for when, found in (("before", first), ("after", last))

@@ -113,6 +113,22 @@ def test_steps_follow_from_the_seconds_and_the_rate_of_the_later_steps(monkeypat
     assert few == script.MEASURED_STEPS and many > 1000
 
 
+def test_an_arm_from_other_traces_has_a_name_of_its_own_and_is_not_the_arm_of_the_bars(monkeypatch, tmp_path):
+    script = load_script(monkeypatch, "parl")
+    own = script.Settings(step="train", arm="outcome", out=tmp_path)
+    other = replace(own, mix="mostly-clumsy")
+    assert script.start_of(own) == "sft-full-mostly-serial-0" and script.arm_of(own) == "outcome"
+    assert script.start_of(other) == "sft-full-mostly-clumsy-0" and script.arm_of(other) == "outcome, mostly-clumsy"
+    looser = replace(own, trained_cap=2.0)
+    assert script.arm_of(looser) == "outcome, cap2" and script.start_of(looser) == script.start_of(own)
+    assert len({script.name_of(each) for each in (own, other, looser, replace(other, trained_cap=2.0))}) == 4
+    assert script.start_of(replace(own, arm="control")) == "sft-full-well-formed-0"
+    with pytest.raises(SystemExit, match="sft --mix mostly-clumsy --recipe full --seed 0 makes it"):
+        script.train(other)
+    with pytest.raises(SystemExit, match="train the arm first"):
+        script.test(other)
+
+
 def test_models_are_made_arms_are_trained_tested_and_continued_on_a_cpu(monkeypatch, tmp_path, capsys):
     script = load_script(monkeypatch, "parl")
     settings = script.Settings(step="train", arm="joint", tiny=True, out=tmp_path, results=tmp_path / "rows.json")

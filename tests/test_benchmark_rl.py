@@ -190,7 +190,7 @@ def test_an_arm_that_runs_out_of_time_goes_on_where_it_was_and_keeps_what_it_mea
     second = arm(scripts, models, "vision", seconds=600.0)
     assert second["iterations"] == 2 and second["before"] == first["before"]
     assert second["probe_before"] == first["probe_before"]
-    for name in ("reward", "length", "gap", "clipped"):
+    for name in ("reward", "length", "gap", "clipped", "equal_groups"):
         assert len(second["curves"][name]) == 2 and second["curves"][name][:1] == first["curves"][name]
     drawing = second["after"]["drawing"]
     assert len(drawing["rewards"]) == drawing["count"] == 2 and set(second["after"]) == {
@@ -261,7 +261,10 @@ def test_every_arm_takes_as_many_samples_and_rigid_never_lifts_its_budget(script
     for name in scripts.experiments.ARMS:
         made = scripts.experiments.arm_of(name, scripts.levels.Levels())
         assert made.trained and made.evaluated, name
-    assert not Toggle(scripts.experiments.TOGGLE).is_budgeted(10)
+    toggle = Toggle(scripts.experiments.TOGGLE)
+    last = scripts.experiments.Settings(arm="sums-toggle").iterations - 1
+    phases = [toggle.is_budgeted(iteration) for iteration in range(last + 1)]
+    assert sum(phases) * 2 == len(phases) and phases[0] and not phases[last]
     rigid = Toggle(scripts.experiments.RIGID)
     assert all(rigid.is_budgeted(iteration) for iteration in range(100_000))
 

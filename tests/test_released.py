@@ -1,8 +1,6 @@
 """The released model: how it is made in miniature, found, shown and used, and that nothing changes without it."""
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -18,17 +16,12 @@ from perilune.model import Decoder
 from perilune.recipes.nano_dialogues import KINDS, PARTS, DialogueCounts, dialogue, lines, write_dialogues
 from perilune.recipes.nano_release import MOST_BYTES, TINY_COUNTS, nano_release
 from perilune.released import is_whole, released_model
-
-SCRIPT = Path(__file__).parent.parent / "benchmarks" / "nano_release.py"
+from tests.benchmark_scripts import load_script
 
 
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("nano_release_script", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    with pytest.MonkeyPatch.context() as patch:
+        return load_script(patch, "nano_release")
 
 
 @pytest.fixture(scope="module")

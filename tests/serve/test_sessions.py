@@ -540,3 +540,18 @@ def test_any_completion_whatever_it_holds_is_continued(completion: list[int], th
     assert following.tokens[: len(prompt.tokens) + len(completion)] == prompt.tokens + completion
     if reply.closing:
         assert following.tokens[following.num_kept] == SPECIAL[reply.closing[0]]
+
+
+def test_what_a_model_wrote_after_its_end_is_ended_anew() -> None:
+    end, text = SPECIAL["<|im_end|>"], TOKENIZER.encode(" and so on")
+    for completion, closing in (([*text, end], []), ([end, *text], [end]), ([*text, end, *text], [end]), (text, [end])):
+        sessions = Sessions(TOKENIZER)
+        history: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
+        first = sessions.prompt(messages=parse_messages(history), thinking=False, session_id="a")
+        reply = parsed(completion, thinking=False)
+        sessions.record(first, completion, reply)
+        history += [reply.message.plain(), {"role": "user", "content": "go on"}]
+        then = sessions.prompt(messages=parse_messages(history), thinking=False, session_id="a")
+        added = [segment for message in parse_messages(history[2:]) for segment in render_message(message)]
+        new = encode(TOKENIZER, [*added, *generation_prompt(thinking=False)]).tokens
+        assert then.continued and then.tokens == [*first.tokens, *completion, *closing, *new]

@@ -14,7 +14,7 @@ from perilune.train import graphed, train, trainer
 from perilune.train.batches import MicroBatch
 from perilune.train.graphed import GraphedBackward
 from perilune.train.step import forward_backward
-from tests.train.test_graphed import BF16, CUDA, Replays, batch_of, gradients, same, steps_of
+from tests.train.test_graphed import BF16, CUDA, MODELS, Replays, batch_of, gradients, same, steps_of
 from tests.train.test_steps_ahead import in_background
 from tests.train.test_trainer import final_tensors, untimed
 from tests.train.test_vision_runs import started, vision_run
@@ -78,6 +78,18 @@ def test_any_steps_with_any_pictures_give_the_same_bits_as_without(steps):
     ours = steps_of(model, batches, lambda *step: forward_backward(*step, graphed=graphs))
     for mine, other in zip(ours, theirs, strict=True):
         same(mine, other)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_kind_of_model_that_is_recorded_is_recorded_with_pictures(name):
+    config = replace(MODELS[name], vision=TOWER)
+    plain, model = (Decoder(config, seed=3).train() for _ in range(2))
+    graphs, record = recorded(model)
+    steps = [[batch_of([9]), shown(batch_of([5], seed=number), GRIDS, seed=number)] for number in range(4)]
+    ours = steps_of(model, steps, lambda *step: forward_backward(*step, graphed=graphs))
+    for mine, other in zip(ours, steps_of(plain, steps, forward_backward), strict=True):
+        same(mine, other)
+    assert record.replayed == 4
 
 
 def test_pictures_that_fill_up_to_the_same_size_share_a_recording():

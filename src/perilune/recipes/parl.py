@@ -63,7 +63,9 @@ def parl() -> RLRunConfig:
             learner=LearnerConfig(optimizer=OptimizerConfig(lr=3e-4, weight_decay=0.0), row_tokens=16384),
             engine=EngineConfig(max_sequences=256, token_budget=8192, max_length=8192),
             worker_engine=EngineConfig(max_sequences=512, token_budget=8192, max_length=4096),
-            parl=ParlConfig(),
+            # A tenth of the episodes with eleven workers each is one task an episode already: rewards that fade then
+            # fade before the skill is there. Four means that a third of the episodes have them.
+            parl=ParlConfig(least_assigned=4.0),
         ),
         evaluation=EvaluationConfig(tasks=64, every=25),
     )

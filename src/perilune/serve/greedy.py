@@ -10,6 +10,8 @@ is: the engine gets a copy, since it rounds the weights that it is given.
 import copy
 from collections.abc import Sequence
 
+import torch
+
 from perilune.data.media import MediaPrompt, pad_positions
 from perilune.data.tokenizer import Tokenizer
 from perilune.model import Decoder
@@ -35,6 +37,8 @@ def greedy_answers(
         max_queue=len(prompts),
         prefix_caching=False,
     )
+    if model.embed_tokens.weight.is_cuda:
+        torch.cuda.empty_cache()  # what a training keeps in reserve; the engine takes what the device has left
     engine = Engine(copy.deepcopy(model), tokenizer, config, forbidden=_no_text(tokenizer))
     params = SamplingParams(max_tokens=max_new_tokens, temperature=0.0)
     for number, prompt in enumerate(prompts):

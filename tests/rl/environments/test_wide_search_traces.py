@@ -136,7 +136,7 @@ def test_contexts_are_short_enough_for_a_small_model():
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"delegated": 1.5}, {"well_formed": 0.4}, {"workers": -1}, {"pairs": 0.9}, {"alone": 0.6, "uncapped": 0.6}],
+    [{"delegated": 1.5}, {"well_formed": 1.4}, {"workers": -1}, {"pairs": 0.9}, {"alone": 0.6, "uncapped": 0.6}],
 )
 def test_shares_that_cannot_be_kept_are_refused(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):

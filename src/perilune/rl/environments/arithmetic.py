@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from perilune.rl.environment import OUTCOME, Message, Split, Talk, Task, draws, last_answer
+from perilune.rl.environment import OUTCOME, Message, Split, Talk, Task, draws, is_for_test, last_answer
 
 _NUMBER = re.compile(r"-?[0-9]+")
 MOST_DIGITS = 40
@@ -36,12 +36,12 @@ class Arithmetic:
 
     def task(self, number: int, split: Split) -> Task:
         drawn = draws(self.name, split, number)
-        numbers = drawn.integers(0, 10**self.digits, size=self.terms).tolist()
-        # Train and test share no sum: the parity of the first number tells them apart.
-        numbers[0] = numbers[0] - numbers[0] % 2 + (split == "test")
-        operators = [self.operators[index] for index in drawn.integers(len(self.operators), size=self.terms - 1)]
-        text = "".join(f"{value} {operator} " for value, operator in zip(numbers, operators)) + str(numbers[-1])
-        return Task(name=text, data={"text": text, "answer": value_of(numbers, operators)})
+        while True:
+            numbers = drawn.integers(0, 10**self.digits, size=self.terms).tolist()
+            operators = [self.operators[index] for index in drawn.integers(len(self.operators), size=self.terms - 1)]
+            text = "".join(f"{value} {operator} " for value, operator in zip(numbers, operators)) + str(numbers[-1])
+            if is_for_test(text) == (split == "test"):
+                return Task(name=text, data={"text": text, "answer": value_of(numbers, operators)})
 
     async def episode(self, task: Task, talk: Talk) -> None:
         talk.add({"role": "user", "content": f"{task.data['text']} = ?"})

@@ -20,7 +20,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from perilune.rl.environment import OUTCOME, Message, Split, Talk, Task, draws
+from perilune.rl.environment import OUTCOME, Message, Split, Talk, Task, draws, is_for_test
 from perilune.rl.environments.tool_calls import CallFailed, Tool, call_facets, converse, settled_answer
 from perilune.rl.environments.word_problems import LONGEST_NUMBER, final_number, number_of
 
@@ -206,10 +206,19 @@ def is_right(answer: str, messages: Sequence[Message]) -> bool:
 
 
 def draw_calculation(drawn: np.random.Generator, *, form: Form, steps: int, digits: int, test: bool) -> tuple[str, int]:
-    """A question and its answer. The first number is even in training questions and odd in test questions."""
+    """A question and its answer, for training or for the test: both forms of a calculation are for the same."""
+    while True:
+        text, words, value = _drawn(drawn, steps, digits)
+        if is_for_test(text) == test:
+            break
+    question = f"What is {text}?" if form == "expression" else " ".join([*words, "What is the result?"])
+    return question, value
+
+
+def _drawn(drawn: np.random.Generator, steps: int, digits: int) -> tuple[str, list[str], int]:
+    """The expression, its steps in words, and the result."""
     low, high = max(2, 10 ** (digits - 1)), 10**digits
     value = int(drawn.integers(low, high))
-    value += -(value % 2) + test
     text, words = str(value), [f"Start with {value}."]
     for step in range(steps):
         number = int(drawn.integers(low, high))
@@ -220,8 +229,7 @@ def draw_calculation(drawn: np.random.Generator, *, form: Form, steps: int, digi
         # A product or quotient after a sum needs the sum in brackets; so does anything that binds as strongly.
         text = f"({text}) {kind} {number}" if kind in ("*", "//") and step else f"{text} {kind} {number}"
         words.append(f"{WORDS[kind].format(number)}.")
-    question = f"What is {text}?" if form == "expression" else " ".join([*words, "What is the result?"])
-    return question, value
+    return text, words, value
 
 
 WORDS = {

@@ -120,7 +120,7 @@ class ToolUse:
         return [partial(draw_calculation, form=form, steps=self.steps, digits=self.digits) for form in forms]
 
 
-# Questions: the first number is even in training ones and odd in test ones --------------------------------------------
+# Questions for Python: the first number is even in training ones and odd in test ones ---------------------------------
 
 
 def _first(drawn: np.random.Generator, test: bool) -> int:

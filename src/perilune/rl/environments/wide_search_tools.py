@@ -7,7 +7,7 @@ Results are short, a few lines of ten words, and no list of results says the val
 """
 
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from perilune.rl.environments.wide_search_corpus import Corpus, CorpusConfig
@@ -31,7 +31,7 @@ class Library:
         return Index(self.corpus)
 
     def search(self, query: str) -> str:
-        return "\n".join(self.corpus.snippet(page) for page in self.index.search(query, RESULTS)) or NOTHING
+        return _found(self, query)
 
     def open(self, page: str) -> str:
         """ToolError for an id that is none."""
@@ -41,6 +41,13 @@ class Library:
         if found is None:
             raise ToolError(f"there is no page {page[:20]!r}: search shows the ids of pages")
         return self.corpus.text(found)
+
+
+@lru_cache(maxsize=8192)
+def _found(library: Library, query: str) -> str:
+    """Samples of one task ask for the same things."""
+    pages = library.index.search(query, RESULTS)
+    return "\n".join(library.corpus.snippet(page) for page in pages) or NOTHING
 
 
 @cache

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from perilune.rl.environment import OUTCOME, Message, Split, Talk, Task, draws, last_answer
+from perilune.rl.environment import OUTCOME, Message, Split, Talk, Task, draws, is_for_test, last_answer
 
 _NUMBER = re.compile(r"-?[$€£]?-?[0-9][0-9,]*(?:\.[0-9]+)?")
 _MARKED = re.compile(r"####\s*(-?[$€£]?[0-9][0-9,]*(?:\.[0-9]+)?)")
@@ -138,10 +138,17 @@ def number_of(text: str) -> Decimal | None:
 
 
 def generated(drawn: np.random.Generator, steps: int, *, test: bool) -> tuple[str, int]:
-    """A problem of `steps` steps and its answer, never below zero. Test problems begin with an odd stock."""
+    """A problem of `steps` steps and its answer, never below zero, for training or for the test."""
+    while True:
+        question, stock = _drawn(drawn, steps)
+        if is_for_test(question) == test:
+            return question, stock
+
+
+def _drawn(drawn: np.random.Generator, steps: int) -> tuple[str, int]:
     person, friend = (NAMES[index] for index in drawn.choice(len(NAMES), size=2, replace=False))
     things = THINGS[drawn.integers(len(THINGS))]
-    stock = 2 * int(drawn.integers(2, 25)) + test
+    stock = int(drawn.integers(4, 50))
     sentences = [f"{person} has {stock} {things}."]
     for _ in range(steps):
         kind = drawn.choice(["buys", "gives", "packs", "doubles"])
