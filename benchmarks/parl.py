@@ -89,7 +89,7 @@ class Settings:
     tasks: int = 16
     samples: int = 8
     lr: float = 3e-4
-    """That of the recipe: on an H200 ten iterations led 21M parameters from workers in 3% of wide tasks to all of them."""
+    """That of the recipe: ten iterations on an H200 led 21M parameters from workers in 3% of wide tasks to all."""
     over: int = 25
     """Iterations in which the extra rewards fade."""
     spare_steps: int | None = 1
