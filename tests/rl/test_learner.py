@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 import torch
 
+from perilune.data.media import Media
 from perilune.rl.environments.arithmetic import Arithmetic
-from perilune.rl.learner import BORDER_UNIT, ROW_UNIT, Learner, LearnerConfig, Sample, fill_up
+from perilune.rl.learner import BORDER_UNIT, ROW_UNIT, Learner, LearnerConfig, Sample, fill_up, longest_text
 from perilune.rl.objective import ObjectiveConfig
 from perilune.rl.rollout import Job, RolloutConfig, Rollouts
 from perilune.rl.talk import TalkConfig
-from perilune.rl.trajectory import Recording
+from perilune.rl.trajectory import Branch, Recording
 from perilune.serve.async_engine import AsyncEngine
 from perilune.serve.engine import Engine, EngineConfig
 from perilune.train.optimizer import OptimizerConfig
@@ -81,17 +82,26 @@ def test_rows_that_are_filled_up_have_whole_units_and_the_same_gradients(monkeyp
             torch.testing.assert_close(filled[name], gradient, rtol=1e-8, atol=1e-11, msg=name)
 
 
-def test_what_fills_a_row_up_is_a_beginning_of_its_longest_document():
+def test_what_fills_a_row_up_are_beginnings_of_a_text():
     tokens, borders = [np.arange(3), np.arange(100, 107)], [0, 3, 10]
-    fill_up(tokens, borders)
+    fill_up(tokens, borders, tokens[1])
     assert sum(map(len, tokens)) == borders[-1] == ROW_UNIT
     for start, end, document in zip(borders[2:], borders[3:], tokens[2:]):
         assert end - start == len(document) and document.tolist() == np.arange(100, 107)[: len(document)].tolist()
     whole = [np.arange(ROW_UNIT)] * BORDER_UNIT
     borders = [ROW_UNIT * number for number in range(BORDER_UNIT + 1)]
     before = list(borders)
-    fill_up(whole, borders)
+    fill_up(whole, borders, whole[0])
     assert len(whole) == BORDER_UNIT and borders == before
+
+
+def test_rows_are_filled_up_by_text_without_pictures():
+    shown = Media(pixels=np.zeros((16, 3, 14, 14), np.uint8), grid=(1, 4, 4))  # 4 tokens
+    tokens = np.arange(20, dtype=np.int32)
+    blank = {"mask": tokens > 18, "logprobs": np.zeros(20, np.float32), "versions": np.zeros(20, np.int32)}
+    for starts, expected in (((), (0, 19)), ((0,), (4, 19)), ((15,), (0, 15)), ((2, 8), (12, 19))):
+        branch = Branch(tokens=tokens, **blank, media=(shown,) * len(starts), starts=starts)
+        assert longest_text(branch).tolist() == list(range(*expected))
 
 
 def test_only_sampled_tokens_are_trained():

@@ -2,15 +2,17 @@
 
 import asyncio
 import json
+from types import MappingProxyType
 
 import numpy as np
 import pytest
 import torch
 
+from perilune.data.chat_messages import ChatError
 from perilune.rl.environment import OUTCOME, Task
 from perilune.rl.environments.arithmetic import Arithmetic
 from perilune.rl.rollout import Job, RolloutConfig, Rollouts, replayed
-from perilune.rl.talk import EngineTalk, TalkConfig, Turn
+from perilune.rl.talk import EngineTalk, TalkConfig, Turn, _tools_of
 from perilune.serve.async_engine import AsyncEngine
 from perilune.serve.engine import Engine, EngineConfig
 from tests.serve.tiny import fresh_model, model, tokenizer
@@ -59,6 +61,14 @@ def collect(environment, todo, *, engine_model=None, iteration=0, **config):
             return await rollouts.collect(todo, iteration=iteration)
 
     return asyncio.run(work())
+
+
+def test_tools_may_be_declared_by_any_mapping_and_a_wrong_one_is_named():
+    declared = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    (tool,) = _tools_of((MappingProxyType(declared),))
+    assert (tool,) == _tools_of([declared])
+    with pytest.raises(ChatError, match="tools"):
+        _tools_of([{"type": "function", "function": {"name": object()}}])
 
 
 def test_recorded_tokens_are_one_row_whose_log_probs_are_those_of_the_model():

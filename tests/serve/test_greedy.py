@@ -1,5 +1,7 @@
 """Greedy answers through the engine are those that the model gives module by module, and the model stays as it was."""
 
+import gc
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -67,6 +69,24 @@ def test_the_model_keeps_its_weights_and_its_mode(dtype):
     assert decoder.training
     for name, tensor in decoder.state_dict().items():
         assert torch.equal(tensor, before[name]), name
+
+
+def test_nothing_of_the_engine_stays(monkeypatch):
+    held = []
+
+    class Watched(greedy.Engine):
+        def __init__(self, decoder: Decoder, *given, **named) -> None:
+            super().__init__(decoder, *given, **named)
+            self.itself = self  # what holds itself is there until somebody looks for it, as graphs are
+            held.extend([weakref.ref(self), weakref.ref(decoder)])
+
+    monkeypatch.setattr(greedy, "Engine", Watched)
+    gc.disable()
+    try:
+        greedy_answers(model(), tiny.tokenizer(), prompts(0), max_new_tokens=2)
+        assert len(held) == 2 and all(each() is None for each in held)
+    finally:
+        gc.enable()
 
 
 def test_nothing_asked_is_nothing_answered():

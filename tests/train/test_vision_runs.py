@@ -114,6 +114,18 @@ def test_a_run_ends_with_drawings_of_held_out_pictures_and_their_control(cache, 
     assert config.data.vision == PICTURES and model.vision_tower is not None
 
 
+def test_a_run_whose_engine_finds_no_room_draws_module_by_module_and_keeps_its_end(cache, tmp_path, capsys):
+    def no_room(*_: object, **__: object) -> list[str]:
+        raise RuntimeError("out of memory")
+
+    config = vision_run(cache, trainer={"steps": 2, "checkpoint_every": 0})
+    train(config, runs_folder=tmp_path, answer=no_room)
+    folder = tmp_path / config.name
+    assert "module by module, since the engine failed: out of memory" in capsys.readouterr().err
+    assert len(records_of(folder, "picture")) == PICTURES.samples
+    load_run(folder)  # there is a checkpoint
+
+
 def test_pictures_enter_where_the_schedule_says(cache, tmp_path):
     late = {"fusion": FusionConfig(share=0.5, start=0.5)}
     train(vision_run(cache, pictures={**late, "samples": 0}), runs_folder=tmp_path, quiet=True)

@@ -25,6 +25,7 @@ What this module promises:
     puts its loss. A turn that has lost its reasoning is not marked: it would teach to answer without the thought.
 """
 
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -53,8 +54,8 @@ MARKERS = {
     "tool": "<|im_system|>",
 }
 END_OF_TURN = "<|im_end|>"
-SHORT = 4096
-"""Characters of a text whose tokens are kept for the next time."""
+SHORT = 1024
+"""Characters of a text whose tokens are kept for the next time: of all of them some dozens of MiB."""
 
 Attachment = Media | Sequence[tuple[str, Media]]
 """A picture, or a video as (time, chunk of frames) in order."""
@@ -244,7 +245,7 @@ def encode(tokenizer: Tokenizer, segments: Sequence[Segment], attachments: Seque
 @lru_cache(maxsize=4096)
 def _ids(tokenizer: Tokenizer, text: str) -> Sequence[int]:
     """Of a short text. Dialogues say the same again and again: names, declarations of tools, what tools answered."""
-    return tuple(tokenizer.encode(text))
+    return array("i", tokenizer.encode(text))
 
 
 def _attached(tokenizer: Tokenizer, kind: str, attachment: Attachment) -> tuple[list[int], list[Media]]:

@@ -158,7 +158,13 @@ class RenderWorker:
 def package_folders() -> list[str]:
     """Where this process finds PACKAGES; those that it does not find are left out."""
     found = []
-    for spec in filter(None, map(importlib.util.find_spec, PACKAGES)):
+    for name in PACKAGES:
+        try:
+            spec = importlib.util.find_spec(name)
+        except ValueError:  # there is something of that name, but it came from no file
+            spec = None
+        if spec is None:
+            continue
         inside = next(iter(spec.submodule_search_locations or ()), spec.origin)  # its folder, or its only file
         if inside is not None:
             found.append(str(Path(inside).absolute().parent))

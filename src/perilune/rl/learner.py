@@ -237,7 +237,7 @@ class Learner:
             borders.append(at + len(branch.tokens) - 1)
         device = self.device
         if self._fills_up():
-            fill_up(tokens, borders)
+            fill_up(tokens, borders, max((longest_text(branch) for _, branch in members), key=len))
 
         def on_device(parts: Sequence[np.ndarray], dtype: torch.dtype) -> Tensor:
             return torch.from_numpy(np.concatenate(parts)).to(device=device, dtype=dtype)
@@ -292,13 +292,21 @@ class Learner:
         return Replayed(book=torch.from_numpy(np.ascontiguousarray(book)).to(self.device))
 
 
-def fill_up(tokens: list[np.ndarray], borders: list[int]) -> None:
+def longest_text(branch: Branch) -> np.ndarray:
+    """The longest piece of a branch between its pictures, without the last token; one token at the least."""
+    ends = [start + tokens_of_grid(item.grid) for item, start in zip(branch.media, branch.starts, strict=True)]
+    pieces = [branch.tokens[:-1][start:end] for start, end in zip([0, *ends], [*branch.starts, len(branch.tokens)])]
+    return max(pieces, key=len) if any(map(len, pieces)) else branch.tokens[:1]
+
+
+def fill_up(tokens: list[np.ndarray], borders: list[int], text: np.ndarray) -> None:
     """More documents, of which nothing is read, until the row has whole units; the last ones are empty.
 
-    They are beginnings of the longest: attention has no logit in them that it does not have anyway (QK-Clip looks).
+    They are beginnings of `text`, a piece of the row, so that attention meets no logits but those of ordinary text:
+    QK-Clip looks at them too.
     """
-    longest, end = max(tokens, key=len), -(-borders[-1] // ROW_UNIT) * ROW_UNIT
+    end = -(-borders[-1] // ROW_UNIT) * ROW_UNIT
     while borders[-1] < end:
-        tokens.append(longest[: end - borders[-1]])
+        tokens.append(text[: end - borders[-1]])
         borders.append(borders[-1] + len(tokens[-1]))
     borders += [end] * (-(len(borders) - 1) % BORDER_UNIT)

@@ -230,7 +230,7 @@ class EngineTalk:
             raise EpisodeOver
         prompt = self._sessions.prompt(
             messages=self._parsed,
-            tools=_tools_of(json.dumps(list(tools))),
+            tools=_tools_of(tools),
             attachments=self._attachments,
             thinking=self._config.thinking,
             session_id=self._name,
@@ -330,9 +330,17 @@ class EngineTalk:
         return Parsed(message=parsed.message, is_ended=is_ended, closing=() if is_ended else parsed.closing)
 
 
+def _tools_of(tools: Sequence[Mapping[str, Any]]) -> tuple[Tool, ...]:
+    try:
+        declared = json.dumps(list(tools))
+    except TypeError:  # a mapping that is no dict, or a value for `parse_tools` to refuse by name
+        return parse_tools(list(tools))
+    return _declared_tools(declared)
+
+
 @lru_cache(maxsize=64)
-def _tools_of(declared: str) -> tuple[Tool, ...]:
-    """Of JSON, read once: all turns of all episodes show the same few."""
+def _declared_tools(declared: str) -> tuple[Tool, ...]:
+    """Read once: all turns of all episodes show the same few."""
     return parse_tools(json.loads(declared))
 
 
@@ -348,7 +356,7 @@ def attachment(kind: str, source: str, processor: ProcessorConfig, where: str = 
     return image_media(load_image(content), processor)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
 def picture(media: Media, start: int) -> Picture:
     """Hashed once for all samples of a task: `attachment` gives them the same object."""
     return Picture.of(media, start)

@@ -8,6 +8,7 @@ is: the engine gets a copy, since it rounds the weights that it is given.
 """
 
 import copy
+import gc
 from collections.abc import Sequence
 
 import torch
@@ -40,6 +41,16 @@ def greedy_answers(
     if model.embed_tokens.weight.is_cuda:
         torch.cuda.empty_cache()  # what a training keeps in reserve; the engine takes what the device has left
     engine = Engine(copy.deepcopy(model), tokenizer, config, forbidden=_no_text(tokenizer))
+    try:
+        return _asked(engine, tokenizer, prompts, max_new_tokens)
+    finally:
+        del engine
+        gc.collect()  # graphs and what they call hold each other
+        if model.embed_tokens.weight.is_cuda:
+            torch.cuda.empty_cache()
+
+
+def _asked(engine: Engine, tokenizer: Tokenizer, prompts: Sequence[MediaPrompt], max_new_tokens: int) -> list[str]:
     params = SamplingParams(max_tokens=max_new_tokens, temperature=0.0)
     for number, prompt in enumerate(prompts):
         request = Request(

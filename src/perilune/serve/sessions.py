@@ -290,7 +290,7 @@ class Sessions:
         last, digest = self._digested
         if tools is not last:
             digest = _digest([tool.plain() for tool in tools])
-            if isinstance(tools, tuple):  # which stays as it is
+            if isinstance(tools, tuple):  # parsed once by who gives it, and left as it is
                 self._digested = tools, digest
         return digest
 

@@ -1,5 +1,6 @@
 """What a run says and writes beside its checkpoints: introduction, validation, samples, drawings, the summary."""
 
+from functools import partial
 from typing import Any
 
 from perilune.data.chat_rows import ChatRows
@@ -113,9 +114,17 @@ def write_pictures(run: Run, answer: Answering = answers) -> None:
     model = whole(run, "drawings")
     if ranks.rank() != 0 or model is None:
         return
-    drawings = draw_held_out(
-        model, run.data.tokenizer, rows, count=vision.samples, max_new_tokens=vision.sample_tokens, answer=answer
+    draw = partial(
+        draw_held_out, model, run.data.tokenizer, rows, count=vision.samples, max_new_tokens=vision.sample_tokens
     )
+    drawings = None
+    try:
+        drawings = draw(answer=answer)
+    except (RuntimeError, ValueError) as error:  # an engine may find no room; the last checkpoint is still to come
+        if answer is answers:
+            raise
+        run.outputs.say(f"pictures are drawn module by module, since the engine failed: {error}")
+    drawings = draw() if drawings is None else drawings  # out of the handler, which keeps what the engine had
     for record in picture_records(drawings, step=run.position.step):
         run.outputs.write(record)
 
@@ -139,7 +148,8 @@ def finish(run: Run) -> dict[str, Any]:
         "valid_bits_per_byte": last["valid"].get("bits_per_byte"),
         "skipped_steps": run.position.skipped,
         "tokens_per_s": last["train"].get("tokens_per_s"),
-        "peak_memory_bytes": peak_memory_bytes(run.device),
+        # Of training: drawing through an engine takes what the device has left.
+        "peak_memory_bytes": last["train"].get("peak_memory_bytes") or peak_memory_bytes(run.device),
         "samples": [{"prompt": r["prompt"], "text": r["text"]} for r in records if r["kind"] == "sample"],
         "report": None,
     }
