@@ -85,7 +85,7 @@ def nano_text() -> RunConfig:
         optimizer=OptimizerConfig(lr=5e-3),
         schedule=ScheduleConfig(warmup_steps=10, decay_fraction=0.4),
         trainer=TrainerConfig(
-            steps=560,
+            steps=500,
             global_batch_rows=8,
             micro_batch_rows=8,
             eval_every=100,
