@@ -22,6 +22,7 @@ from perilune.ladder.prediction import (
     read_prediction,
 )
 from perilune.ladder.results import Result, Speeds, points, read_results
+from perilune.ladder.settled import settled
 from perilune.ladder.speed import read_speeds
 from perilune.ladder.sweep import NOT_TUNED, Tuned, read_tuned, taken, with_tuned
 from perilune.train.run_folder import RunError
@@ -97,7 +98,8 @@ def fit_what_is_there(
     for arm in ladder.arms:
         if any(p.arm == arm.name for p in found) and arm.name not in paired:
             notes.append(f"{arm.name} is not fitted: the baseline has no run with the same rung, horizon and seed")
-    found = [point for point in found if point.arm in paired]
+    found, unsettled = settled([point for point in found if point.arm in paired])
+    notes += unsettled
     combinations = {name: singles for name, singles in ladder.combinations.items() if {name, *singles} <= paired}
     if not found:
         return None, [*notes, "no fit: the baseline has no results yet"]

@@ -111,9 +111,20 @@ class ArmFinding:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spread:
-    """What a prediction for one arm needs: covariances of (floor, log amplitudes, exponent, ln rho), and of a run."""
+class Anchor:
+    """An arm's largest rung at one horizon, mean over seeds: predictions go on from there."""
 
+    loss: float
+    compute: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """What a prediction for one arm needs: its anchors, and covariances of (floor, log amplitudes, exponent, ln rho,
+    the anchors' losses) and of a run."""
+
+    anchors: tuple[Anchor | None, ...]
+    """By horizon."""
     shared: tuple[tuple[float, ...], ...]
     own: tuple[tuple[float, ...], ...]
     run_shared: tuple[float, ...]
@@ -157,7 +168,11 @@ class LadderFit:
         raise ValueError(f"the ladder has no arm {name!r} beside its baseline {self.baseline!r}")
 
     def predict(self, arm: str, *, compute: float, horizon: str, num_runs: int = 1) -> Estimate:
-        """The loss of a rung that was not run, mean over `num_runs` seeds; the interval covers noise and curve."""
+        """The loss of a rung that was not run, mean over `num_runs` seeds; the interval covers noise and curve.
+
+        The curve says how much the loss falls from the arm's largest rung on. Where it misses that rung, because rho is
+        not quite the same on all rungs, it misses the next by about as much.
+        """
         if arm not in self.spreads:
             raise ValueError(f"the ladder has no arm {arm!r}, only {', '.join(map(repr, self.spreads))}")
         if not (compute > 0 and math.isfinite(compute)) or num_runs < 1:
@@ -165,16 +180,15 @@ class LadderFit:
         rho = 1.0 if arm == self.baseline else self.arm(arm).rho.value
         loss = self.curve.loss(horizon, compute, rho=rho)
         spread = self.spreads[arm]
+        place = list(self.curve.reducible).index(horizon)
+        gradient = self._gradient(place, horizon, compute, rho, size=len(spread.shared))
+        if (anchor := spread.anchors[place]) is not None:
+            loss += anchor.loss - self.curve.loss(horizon, anchor.compute, rho=rho)
+            there = self._gradient(place, horizon, anchor.compute, rho, size=len(gradient))
+            gradient = [here - before for here, before in zip(gradient, there)]
+            gradient[place - len(self.curve.reducible)] = 1.0
         if not spread.is_known:
             return Estimate(value=loss, low=None, high=None, degrees_of_freedom=None)
-        reducible = loss - self.curve.floor.value
-        exponent = self.curve.exponent.value
-        place = list(self.curve.reducible).index(horizon)
-        gradient = [0.0] * len(spread.shared)
-        gradient[0] = 0.0 if self.curve.floor_is_given else 1.0
-        gradient[1 + place] = reducible
-        gradient[-2] = -reducible * math.log(rho * compute / self.curve.reference_compute)
-        gradient[-1] = -reducible * exponent
         parts = []
         for covariance, run, degrees in (
             (spread.shared, spread.run_shared, spread.shared_degrees),
@@ -188,6 +202,17 @@ class LadderFit:
         return Estimate(
             value=loss, low=loss - half, high=loss + half, degrees_of_freedom=None if math.isinf(degrees) else degrees
         )
+
+    def _gradient(self, place: int, horizon: str, compute: float, rho: float, *, size: int) -> list[float]:
+        """Of the curve's loss by what `Spread` has covariances of."""
+        reducible = self.curve.loss(horizon, compute, rho=rho) - self.curve.floor.value
+        after = 1 + len(self.curve.reducible)
+        gradient = [0.0] * size
+        gradient[0] = 0.0 if self.curve.floor_is_given else 1.0
+        gradient[1 + place] = reducible
+        gradient[after] = -reducible * math.log(rho * compute / self.curve.reference_compute)
+        gradient[after + 1] = -reducible * self.curve.exponent.value
+        return gradient
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -225,6 +250,7 @@ def _combination(values: Mapping[str, Any]) -> Combination:
 
 def _spread(values: Mapping[str, Any]) -> Spread:
     changed = dict(values)
+    changed["anchors"] = tuple(None if anchor is None else Anchor(**anchor) for anchor in values["anchors"])
     for name in ("shared", "own"):
         changed[name] = tuple(tuple(row) for row in values[name])
     for name in ("run_shared", "run_own"):

@@ -33,6 +33,7 @@ import numpy as np
 
 from perilune.ladder.curve import CurvePoints, CurveSolution, fit_curve
 from perilune.ladder.findings import (
+    Anchor,
     ArmFinding,
     Combination,
     Curve,
@@ -97,9 +98,11 @@ def fit_ladder(
         if multiplier.trend is not None:
             trend = _estimate(multiplier.trend, _parts(trend_model, multiplier.trend_form))
         findings.append(_finding(losses, model, multiplier, bare, trend, speeds))
-        spreads[losses.arms[multiplier.arm]] = _spread(model, multiplier.parameter_forms, multiplier.form)
+        spreads[losses.arms[multiplier.arm]] = _spread(
+            losses, multiplier.arm, model, multiplier.parameter_forms, multiplier.form
+        )
     parameter_forms = losses.dense(solution.influence[: 2 + len(losses.horizons)])
-    spreads[baseline] = _spread(models[0], parameter_forms, np.zeros_like(losses.loss))
+    spreads[baseline] = _spread(losses, 0, models[0], parameter_forms, np.zeros_like(losses.loss))
     if np.isfinite(losses.log_speed).any() and speeds.degrees_of_freedom == 0:
         notes.append("no speed was measured twice: wall-clock intervals hold the noise of the losses only")
     seed_variances = [sum(models[0].new_run(horizon)) for horizon in range(len(losses.horizons))]
@@ -366,14 +369,16 @@ def _curve(losses: Losses, solution: CurveSolution, model: NoiseModel, *, floor_
     )
 
 
-def _spread(model: NoiseModel, parameter_forms: Array, log_rho_form: Array) -> Spread:
-    shared, own = model.parts(np.concatenate([parameter_forms, log_rho_form[None]]))
+def _spread(losses: Losses, arm: int, model: NoiseModel, parameter_forms: Array, log_rho_form: Array) -> Spread:
+    anchors, anchor_forms = _anchors(losses, arm)
+    shared, own = model.parts(np.concatenate([parameter_forms, log_rho_form[None], anchor_forms]))
     runs = [model.new_run(horizon) for horizon in range(model.mean.covariance.shape[0])]
 
     def finite(degrees: float) -> float | None:
         return None if math.isinf(degrees) else degrees
 
     return Spread(
+        anchors=anchors,
         shared=tuple(tuple(map(float, row)) for row in shared),
         own=tuple(tuple(map(float, row)) for row in own),
         run_shared=tuple(run[0] for run in runs),
@@ -382,3 +387,21 @@ def _spread(model: NoiseModel, parameter_forms: Array, log_rho_form: Array) -> S
         own_degrees=finite(model.own.degrees_of_freedom),
         is_known=model.mean.is_known and (model.own.is_known or not log_rho_form.any()),
     )
+
+
+def _anchors(losses: Losses, arm: int) -> tuple[tuple[Anchor | None, ...], Array]:
+    """The arm's largest rung by horizon, and the mean over its seeds as forms [horizon, arm, rung, seed, horizon]."""
+    found: list[Anchor | None] = []
+    forms = np.zeros((len(losses.horizons), *losses.loss.shape))
+    for horizon in range(len(losses.horizons)):
+        there = losses.present[arm, :, :, horizon]
+        if not there.any():
+            found.append(None)
+            continue
+        rung = int(np.flatnonzero(there.any(axis=1))[-1])
+        seeds = there[rung]
+        log_compute = float(losses.log_compute[arm, rung, seeds, horizon].mean())
+        loss = float(losses.loss[arm, rung, seeds, horizon].mean())
+        found.append(Anchor(loss=loss, compute=math.exp(log_compute + losses.log_reference)))
+        forms[horizon, arm, rung, seeds, horizon] = 1 / seeds.sum()
+    return tuple(found), forms
