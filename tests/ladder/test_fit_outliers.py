@@ -179,3 +179,12 @@ def test_an_arm_that_lacks_a_horizon_is_predicted_from_the_curve() -> None:
     compute = 2.4e16
     predicted = _fit(points).predict("a", compute=compute, horizon="long")
     assert predicted.value == pytest.approx(_loss("a", "long", compute), abs=1e-4)
+
+
+def test_an_arm_of_one_rung_has_a_multiplier_and_no_say_in_the_curve() -> None:
+    points = [point for point in _points(sd=0.003) if point.arm != "b" or point.rung == "w128"]
+    without = _fit([point for point in points if point.arm != "b"])
+    there = _fit(_moved(points, 0.02, arm="b", horizon="short"))
+    assert there.curve.floor.value == pytest.approx(without.curve.floor.value, abs=1e-6)
+    assert there.curve.exponent.value == pytest.approx(without.curve.exponent.value, abs=1e-6)
+    assert there.arm("b").rho.value == pytest.approx(ARMS["b"], rel=0.05)

@@ -122,14 +122,16 @@ def fit_ladder(
 
 
 def _curve_points(losses: Losses) -> CurvePoints:
-    arm, _, _, horizon = np.nonzero(losses.present)
+    shaping = losses.shaping
+    arm, _, _, horizon = np.nonzero(shaping)
+    arms, arm = np.unique(arm, return_inverse=True)
     return CurvePoints(
-        log_compute=losses.log_compute[losses.present],
-        loss=losses.loss[losses.present],
+        log_compute=losses.log_compute[shaping],
+        loss=losses.loss[shaping],
         horizon=horizon,
         arm=arm,
         num_horizons=len(losses.horizons),
-        num_arms=len(losses.arms),
+        num_arms=len(arms),
     )
 
 
@@ -155,7 +157,7 @@ def _mean_noise(
         covariance = np.full((size, size), seed_sd**2)
         return Noise(covariance=covariance, degrees_of_freedom=math.inf, source="given"), 1.0
     residuals = np.full(losses.loss.shape, np.nan)
-    residuals[present] = solution.residuals
+    residuals[losses.shaping] = solution.residuals
     residuals = mean_where_present(residuals, axis=0)
     num_fitted = 2 if np.all(solution.influence[0] == 0) else 3
     covariance, degrees = covariance_over_runs(residuals, num_fitted=num_fitted)

@@ -31,14 +31,20 @@ class Losses:
     def present(self) -> Array:
         return np.isfinite(self.loss)
 
+    @property
+    def shaping(self) -> Array:
+        """Points that the curve is fitted to: an arm of one rung shows no slope, and only its rho is asked for."""
+        rungs = self.present.any(axis=(2, 3)).sum(axis=1)
+        return self.present & ((rungs > 1) | (np.arange(len(rungs)) == 0))[:, None, None, None]
+
     def gains(self, arm: int) -> Array:
         """Paired differences [rung, seed, horizon]."""
         return self.loss[0] - self.loss[arm]
 
     def dense(self, influence: Array) -> Array:
-        """Rows over the points that were run, in the order of `present`, as [row, arm, rung, seed, horizon]."""
+        """Rows over the points of the curve, in the order of `shaping`, as [row, arm, rung, seed, horizon]."""
         rows = np.zeros((len(influence), *self.loss.shape))
-        rows[:, self.present] = influence
+        rows[:, self.shaping] = influence
         return rows
 
 
