@@ -78,6 +78,17 @@ def test_the_held_out_rung_is_compared_with_what_was_said_before(folder: Path):
     assert headlines(after)[-1].label == "held out, w320"
 
 
+def test_an_arm_of_one_rung_is_fitted_and_not_predicted(folder: Path):
+    ladder = together()
+    for result in write_synthetic(ladder, folder, rho=RHO):
+        if result.arm == "linear" and result.rung != "w128":
+            (folder / "results" / f"{result.rung}+linear+{result.seed}+{result.horizon}.json").unlink()
+    evidence = read_evidence(ladder, folder)
+    assert evidence.fit is not None and evidence.fit.arm("linear").num_pairs == len(ladder.seeds)
+    made = prediction.predict(ladder, evidence.fit, evidence.results, commit="")
+    assert {each.arm for each in made.predicted} == {"none", "muon", "attnres", "all"}
+
+
 def test_a_held_out_run_without_or_before_its_prediction_is_called_that(folder: Path):
     ladder = together()
     write_synthetic(ladder, folder, rho=RHO)

@@ -75,7 +75,7 @@ def held_out_results(ladder: Ladder, results: Sequence[Result]) -> list[Result]:
 
 
 def predict(ladder: Ladder, fit: LadderFit, results: Sequence[Result], *, commit: str) -> Prediction:
-    """Every arm that was fitted, on every held-out rung, at every horizon."""
+    """Every arm that was fitted and has more than one rung, on every held-out rung, at every horizon."""
     rungs = [rung for rung in ladder.rungs if rung.is_held_out]
     if not rungs:
         raise RunError(f"ladder {ladder.name!r} holds no rung out: there is nothing to predict")
@@ -84,10 +84,11 @@ def predict(ladder: Ladder, fit: LadderFit, results: Sequence[Result], *, commit
             "nothing shows the noise of a run, and a prediction without an interval cannot fail: run a second seed (of "
             "the smallest rung at least), or give --seed-sd in nats"
         )
+    run_on = {arm.name: {result.rung for result in results if result.arm == arm.name} for arm in ladder.arms}
     predicted = []
     for rung in rungs:
         for arm in ladder.arms:
-            if arm.name not in fit.spreads:
+            if arm.name not in fit.spreads or len(run_on[arm.name]) < 2:
                 continue
             costs = cost.cost(ladder, rung, arm)
             for horizon, tokens in zip(cost.horizon_names(ladder), costs.tokens, strict=True):
