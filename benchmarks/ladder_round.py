@@ -46,7 +46,9 @@ class Settings:
     seeds: tuple[int, ...] = ()
     """In place of the ladders' own."""
     arms: tuple[str, ...] = ()
-    """Arms to run, or to sweep; when none is named all are run, and the baseline is swept."""
+    """Arms to run, to sweep or to time; when none is named all are run or timed, and the baseline is swept."""
+    rungs: tuple[str, ...] = ()
+    """Rungs to time; when none is named all are."""
     set: tuple[str, ...] = ()
     """Fields of every rung: --set data.corpus.source=PATH"""
     commit: str | None = None
@@ -60,7 +62,8 @@ def commands(settings: Settings, folder: Path, scratch: Path, name: str, seconds
     shared += ["--seeds", *map(str, settings.seeds)] if settings.seeds else []
     shared += ["--commit", settings.commit] if settings.commit else []
     if settings.step == "speed":
-        return ["ladder", "speed", name, *shared]
+        chosen = [*(["--rungs", *settings.rungs] if settings.rungs else [])]
+        return ["ladder", "speed", name, *shared, *chosen, *(["--arms", *settings.arms] if settings.arms else [])]
     own = ["--workers", str(settings.workers), "--seconds", f"{seconds:.0f}", "--scratch", str(scratch), "--quiet"]
     own += ["--arms", *settings.arms] if settings.arms else []
     if settings.step == "sweep":

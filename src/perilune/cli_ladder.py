@@ -3,10 +3,10 @@
 import dataclasses
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from perilune.cli import UserError, _fail, _nearest, _parse, _positional, _print_json, _with_set
 
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
     from perilune.ladder.design import Arm, Cell, Ladder
     from perilune.ladder.plan import Plan
+
+Named = TypeVar("Named")
 
 
 @dataclass(kw_only=True)
@@ -79,6 +81,10 @@ class SweepFlags(WorkFlags):
 
 @dataclass(kw_only=True)
 class SpeedFlags(CommonFlags):
+    rungs: tuple[str, ...] = ()
+    """Rungs to measure; when none is named, all. What was measured of others before is kept."""
+    arms: tuple[str, ...] = ()
+    """Arms to measure; when none is named, all."""
     repeats: int = 3
     """How often each arm is measured, in turns."""
     steps: int = 20
@@ -299,26 +305,37 @@ def _sweep(ladder: "Ladder", flags: SweepFlags, folder: Path) -> None:
 
 
 def _named_arms(ladder: "Ladder", names: Sequence[str]) -> "list[Arm]":
-    known = {arm.name: arm for arm in ladder.arms}
+    return _named("--arms", {arm.name: arm for arm in ladder.arms}, names) or [ladder.baseline]
+
+
+def _named(flag: str, known: Mapping[str, Named], names: Sequence[str]) -> list[Named]:
     for name in names:
         if name not in known:
-            raise UserError(f"--arms {name!r} is not in the ladder{_nearest(name, known)}")
-    return [known[name] for name in names] or [ladder.baseline]
+            raise UserError(f"{flag} {name!r} is not in the ladder{_nearest(name, known)}")
+    return [known[name] for name in names]
 
 
 def _speed(ladder: "Ladder", flags: SpeedFlags, folder: Path) -> None:
-    from perilune.ladder.speed import measure_ladder, write_speeds
+    from perilune.ladder.speed import FILE as SPEEDS
+    from perilune.ladder.speed import measure_ladder, read_speeds, write_speeds
 
     device, ladder = _device(flags), _tuned(ladder, folder)
+    rungs = _named("--rungs", {rung.name: rung for rung in ladder.rungs}, flags.rungs) or ladder.rungs
+    arms = _named("--arms", {arm.name: arm for arm in ladder.arms}, flags.arms) or ladder.arms
+    known, found = dict(read_speeds(folder)), dict[tuple[str, str], list[float]]()
 
-    def tell(rung: str, arm: str, speed: float) -> None:
+    def keep(rung: str, arm: str, speed: float) -> None:
+        """At once: a machine may be gone before the last one."""
+        found.setdefault((rung, arm), []).append(speed)
+        write_speeds(folder, known | found, device, flags.commit)
         if not flags.json:
             print(f"{rung} {arm}: {speed:,.0f} tokens/s", flush=True)
 
-    speeds = measure_ladder(
-        ladder, device, repeats=flags.repeats, steps=flags.steps, warmup=flags.warmup, on_measured=tell
-    )
-    path = write_speeds(folder, speeds, device, flags.commit)
+    measure_ladder(
+        ladder, device, rungs=rungs, arms=arms, repeats=flags.repeats, steps=flags.steps, warmup=flags.warmup,
+        on_measured=keep,
+    )  # fmt: skip
+    path = folder / SPEEDS
     _print_json({"speeds": str(path)}) if flags.json else print(f"speeds: {path}")
 
 

@@ -112,6 +112,18 @@ def test_speeds_are_measured_and_kept(tmp_path: Path):
         read_speeds(tmp_path)
 
 
+def test_speeds_of_chosen_rungs_and_arms_join_those_that_are_known(tmp_path: Path, capsys):
+    write_speeds(tmp_path / "tiny", {("w16", "adamw"): [1.0], ("w24", "adamw"): [2.0]}, torch.device("cpu"), "abc")
+    few = ["--folder", str(tmp_path), "--repeats", "2", "--steps", "1", "--warmup", "1"]
+    main(["ladder", "speed", "tiny", *few, "--rungs", "w16", "--arms", "muonclip"])
+    kept = read_speeds(tmp_path / "tiny")
+    assert kept["w16", "adamw"] == [1.0] and kept["w24", "adamw"] == [2.0]
+    assert len(kept["w16", "muonclip"]) == 2 and len(kept) == 3
+    with pytest.raises(SystemExit):
+        main(["ladder", "speed", "tiny", *few, "--rungs", "w15"])
+    assert "--rungs 'w15' is not in the ladder, did you mean 'w16'" in capsys.readouterr().err
+
+
 def test_a_file_that_is_no_result_is_named(tmp_path: Path):
     result = write_synthetic(dataclasses.replace(tiny(), rungs=tiny().rungs[:1]), tmp_path, rho={})[0]
     write_result(tmp_path, result)

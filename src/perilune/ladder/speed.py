@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from perilune.ladder import cost
-from perilune.ladder.design import Cell, Ladder
+from perilune.ladder.design import Arm, Cell, Ladder, Rung
 from perilune.ladder.results import Result, Speeds, write_json
 from perilune.train import RunConfig, graphed
 from perilune.train.batches import DataConfig, Packed, RunData, fused_packed, open_data
@@ -65,17 +65,19 @@ def measure_ladder(
     ladder: Ladder,
     device: torch.device,
     *,
+    rungs: Sequence[Rung] | None = None,
+    arms: Sequence[Arm] | None = None,
     repeats: int = 1,
     steps: int = 3,
     warmup: int = 1,
     on_measured: Callable[[str, str, float], None] = lambda rung, arm, speed: None,
 ) -> Speeds:
-    """Every rung and arm."""
+    """Every rung and arm, or those that are given."""
     found: dict[tuple[str, str], list[float]] = {}
     opened: dict[DataConfig, RunData] = {}
-    for rung in ladder.rungs:
+    for rung in ladder.rungs if rungs is None else rungs:
         for _ in range(repeats):
-            for arm in ladder.arms:
+            for arm in ladder.arms if arms is None else arms:
                 config = Cell(rung=rung, arm=arm, seed=ladder.seeds[0]).config()
                 if config.data not in opened:
                     opened[config.data] = open_data(config.data, seed=config.seed)
