@@ -1,12 +1,16 @@
 """PARL on one GPU: serial collapse, its cure, and what a swarm buys and costs. A piece a call, each can be continued.
 
-    python benchmarks/parl_models.py all --seconds 420 --out DIR            first: a base, fine-tuned by traces
-    python benchmarks/parl.py train --arm full --seconds 420 --out DIR      train an arm; the same command goes on
-    python benchmarks/parl.py test --arm full --out DIR                     test tasks at half, once and twice the cap
-    python benchmarks/parl.py arm --arm full --seconds 400 --out DIR        both, one after the other
-    python benchmarks/parl.py best-of --out DIR                             the serial agent, N samples, as many tokens
-    python benchmarks/parl.py report                                        every bar with what was measured
-    python benchmarks/parl.py all --tiny --out DIR                          everything in miniature, on a CPU
+    python benchmarks/parl_models.py all --out DIR                first: a base, fine-tuned by traces
+    python benchmarks/parl.py train --arm full --out DIR          train an arm
+    python benchmarks/parl.py test --arm full --out DIR           test tasks at half, once and twice the cap
+    python benchmarks/parl.py arm --arm full --out DIR            both, one after the other
+    python benchmarks/parl.py best-of --out DIR                   the serial agent, N samples, as many tokens
+    python benchmarks/parl.py report                              every bar with what was measured
+    python benchmarks/parl.py all --tiny --out DIR                everything in miniature, on a CPU
+
+An arm has as many iterations as the recipe; how long they take is nothing that results depend on. Training that is not
+over after --seconds is saved, and the call ends with exit code 75: the same command goes on. An arm is tested when it
+is trained to its end, or as it is with --now.
 
     arm             rewards                                     workers           starts from
     full            instantiation, finish and outcome, fading   frozen            9 of 10 traces serial
@@ -19,7 +23,8 @@
     serial          the outcome; it has no tools for workers    -                 9 of 10 traces serial
 
 The claim of a product, {AdamW + MLA + plain residuals, full recipe} x {single agent, swarm}: train and test the arms
-serial and full with --recipe plain too, for equal --seconds. Rows go to benchmarks/results/parl.json.
+serial and full with --recipe plain too, from models that were trained for as many --seconds as those of the full recipe
+took (their rows say it). Rows go to benchmarks/results/parl.json.
 """
 
 import asyncio
@@ -33,11 +38,11 @@ from typing import Any, Literal, get_args
 
 import torch
 import tyro
-from parl_models import KEY, Recipe
+from parl_models import AGAIN, KEY, Recipe
 from parl_models import Settings as Models
 from parl_models import main as make_models
 from parl_traces import Mix, environment_of
-from rl_base import is_there
+from rl_base import is_there, saved_step
 from rl_rows import add_rows, read_rows, say
 
 from perilune.data.picture_scores import bootstrap_interval
@@ -67,6 +72,9 @@ SERIAL_CAPS = (0.5, 1.0, 2.0, 3.0, 4.0, 6.0, 1000.0)
 TURN_SECONDS = 5e-4
 """For which a thread may keep the interpreter while another waits for it; Python's own 5 ms are several decoding steps:
 an engine whose numbers are there would wait as long for the episodes, which compute all the time."""
+MEMORY_GIB = 2.0
+"""Of each engine, for states and pages: 0.3 GiB of states for 256 sequences (0.6 for the 512 of workers), and pages for
+2M tokens (1.6M). 128 episodes of at most 8,192 tokens take 1M, 512 workers of 1,100 take 0.6M."""
 EQUAL = "groups with equal rewards"
 CURVES = ("spawn", "outcome", "parallel", "finish", "width", "critical_steps", "total_steps", "finished", "unused")
 
@@ -84,20 +92,24 @@ class Settings:
     seed: int = 0
     out: Path = Path("runs/parl")
     seconds: float = 420.0
-    """Of training in this call; opening models comes on top."""
-    iterations: int = 150
+    """Of training in this call, after which it stops, saved; opening models comes on top."""
+    now: bool = False
+    """Test the arm also when it is not trained to its end."""
+    iterations: int = parl().rl.iterations
     tasks: int = 16
     samples: int = 8
     lr: float = 3e-4
     """That of the recipe: ten iterations on an H200 led 21M parameters from workers in 3% of wide tasks to all."""
-    over: int = 25
-    """Iterations in which the extra rewards fade."""
+    over: int = 20
+    """Iterations in which the extra rewards fade, as in the recipe."""
     spare_steps: int | None = 1
     """Steps beyond the oracle's on narrow tasks and chains; None: the cap of wide ones."""
     tested: int = 128
     """Test tasks of all kinds."""
     most: int = 16
     """Samples of the serial agent at most, for best-of."""
+    memory_gib: float = MEMORY_GIB
+    """Of each of the two engines, on a GPU."""
     merge: tuple[Path, ...] = ()
     """Rows of other machines to add first."""
     tiny: bool = False
@@ -161,8 +173,9 @@ def rl_config(settings: Settings) -> RLConfig:
         config = replace(config, engine=engine, worker_engine=engine, pool=8, rollout=rollout)
     elif torch.cuda.is_available():
         # Few and long rows: each costs the host some thousand launches.
-        config = replace(config, engine=replace(base.engine, memory_gib=20.0), worker_engine=replace(
-            base.worker_engine or base.engine, memory_gib=20.0), learner=replace(config.learner, row_tokens=65_536),
+        memory = settings.memory_gib
+        config = replace(config, engine=replace(base.engine, memory_gib=memory), worker_engine=replace(
+            base.worker_engine or base.engine, memory_gib=memory), learner=replace(config.learner, row_tokens=65_536),
         )  # fmt: skip
     return config
 
@@ -170,7 +183,13 @@ def rl_config(settings: Settings) -> RLConfig:
 # Training -------------------------------------------------------------------------------------------------------------
 
 
+def iterations_done(settings: Settings) -> int:
+    """Of the last complete checkpoint."""
+    return saved_step(settings.out / name_of(settings))
+
+
 def train(settings: Settings) -> None:
+    """SystemExit AGAIN where the call's time was over first."""
     folder = settings.out / name_of(settings)
     if not is_there(settings.out, start := start_of(settings)):
         made = f"python benchmarks/parl_models.py sft --mix {mix_of(settings)} --recipe {settings.recipe}"
@@ -209,6 +228,8 @@ def train(settings: Settings) -> None:
     _record(settings, row, seconds)
     if len(records) < settings.iterations:
         say(f"{len(records)} of {settings.iterations} iterations: the same command goes on")
+        if not settings.now:
+            raise SystemExit(AGAIN)
 
 
 async def _train(
@@ -259,8 +280,13 @@ async def play(
 ) -> None:
     """Test tasks by the trained arm at every cap; `tell` hears of each: its episodes and the seconds they took."""
     device, config = _device(settings), rl_config(settings)
-    if checkpoint.find(settings.out / name_of(settings) / CHECKPOINTS) is None:
+    if not (done := iterations_done(settings)):
         raise SystemExit(f"{str(settings.out)!r} has no {name_of(settings)}: train the arm first")
+    if done < settings.iterations and not settings.now:
+        raise SystemExit(
+            f"{name_of(settings)} has {done} of {settings.iterations} iterations: train it to its end, or test it as "
+            "it is with --now"
+        )
     model, tokenizer, _ = load_run(settings.out / name_of(settings), device=device)
     frozen, frozen_tokenizer, _ = load_run(settings.out / start_of(settings), device=device)
     talk = replace(config.rollout.talk, temperature=temperature)
@@ -300,6 +326,7 @@ def test(settings: Settings) -> None:
             "critical_cap": round(CRITICAL_STEPS * cap), "kinds": by_kind(collected.trajectories),
             "wide_f1": _interval([each.facets["outcome"] for each in wide]), "play_seconds": round(seconds, 2),
             "episodes": len(collected.trajectories), "failures": dict(collected.failures),
+            "iterations": iterations_done(settings), "wanted": settings.iterations,
         }  # fmt: skip
         _record(settings, row, seconds)
 
@@ -398,7 +425,9 @@ def main(settings: Settings) -> None:
             test(replace(settings, arm=name, recipe="plain"))
         best_of(settings)
     elif settings.step in ("train", "test", "arm"):
-        if settings.step != "test":
+        if settings.step == "arm" and iterations_done(settings) >= settings.iterations:
+            say(f"{name_of(settings)}: trained already")
+        elif settings.step != "test":
             train(settings)
         if settings.step != "train":
             test(settings)

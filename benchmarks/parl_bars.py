@@ -41,10 +41,11 @@ def bars(rows: Sequence[Row]) -> list[tuple[str, str, str, bool | None]]:
 def _of(
     rows: Sequence[Row], row: str, arm: str | None = None, *, cap: float | None = None, recipe: str = "full"
 ) -> list[Row]:
-    """By seed."""
+    """By seed. Those of arms that were not trained to their end do not count."""
     found = [
         each for each in rows
         if each.get("row") == row and each.get("recipe", "full") == recipe
+        and each.get("iterations", 0) >= each.get("wanted", 0)
         and (arm is None or each.get("arm") == arm) and (cap is None or each.get("cap") == cap)
     ]  # fmt: skip
     return sorted(found, key=lambda each: each.get("seed", 0))

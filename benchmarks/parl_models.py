@@ -1,19 +1,22 @@
 """The models that benchmarks/parl.py starts from: a base, pre-trained here, and what it becomes after traces.
 
-    python benchmarks/parl_models.py base --seconds 420 --out DIR                 pages of other libraries, and --corpus
-    python benchmarks/parl_models.py base --recipe plain --seconds 420 --out DIR  AdamW, MLA, plain residuals
-    python benchmarks/parl_models.py sft --seconds 420 --out DIR                  9 in 10 serial, few good delegations
-    python benchmarks/parl_models.py sft --mix well-formed --out DIR              the control: all delegations are good
-    python benchmarks/parl_models.py sft --mix mostly-clumsy --out DIR            nearly all of them are bad
-    python benchmarks/parl_models.py worker --out DIR                             single lookups: 90% in 8 steps?
+    python benchmarks/parl_models.py base --out DIR                         pages of other libraries, and --corpus
+    python benchmarks/parl_models.py base --recipe plain --out DIR          AdamW, MLA, plain residuals
+    python benchmarks/parl_models.py sft --out DIR                          9 in 10 serial, few good delegations
+    python benchmarks/parl_models.py sft --mix well-formed --out DIR        the control: all delegations are good
+    python benchmarks/parl_models.py sft --mix mostly-clumsy --out DIR      nearly all of them are bad
+    python benchmarks/parl_models.py worker --out DIR                       single lookups: 90% in 8 steps?
+    python benchmarks/parl_models.py all --out DIR                          base, sft and worker
     python benchmarks/parl_models.py pack --name sft-full-mostly-serial-0 --pieces FOLDER --out DIR    small files
     python benchmarks/parl_models.py unpack --name sft-full-mostly-serial-0 --pieces FOLDER --out DIR
-    python benchmarks/parl_models.py all --tiny --out DIR                         everything, on a CPU
+    python benchmarks/parl_models.py all --tiny --out DIR                   everything, on a CPU
 
-One model is orchestrator and worker. What it is pre-trained on has the form of the library's pages and none of its
-facts: pages of libraries with other seeds, so that nothing can be answered without looking. A step whose result is
-there is skipped. Training that is not over after --limit seconds of a call is saved, and the call ends with exit code
-75: the same command goes on. Rows go to benchmarks/results/parl.json.
+One model is orchestrator and worker. What it is taught has the form of the library's pages and none of its facts: pages
+and tasks of libraries with other seeds (parl_texts.py, parl_traces.py), so that nothing can be answered without
+looking. How long a model is trained is a number of steps: what it has learnt does not depend on how busy a machine was.
+--seconds is for models that are compared after equal time. A step whose result is there is skipped. Training that is
+not over after --limit seconds of a call is saved, and the call ends with exit code 75: the same command goes on. Rows
+go to benchmarks/results/parl.json.
 """
 
 import asyncio
@@ -26,22 +29,24 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import chain, islice
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal
 
+import parl_texts
 import parl_traces
 import torch
 import tyro
 from parl_traces import Mix, environment_of
-from rl_base import MEASURED_STEPS, is_there, pack, saved_step, unpack, with_steps
+from rl_base import is_there, pack, saved_step, unpack, with_steps
 from rl_rows import add_rows, say
 
-from perilune.data import Corpus, CorpusConfig
+from perilune.data import Corpus, CorpusConfig, Tokenizer
 from perilune.data.chat_rows import ChatRows
 from perilune.model import KDAConfig, MLAConfig, ModelConfig
 from perilune.recipes.pretrain import micro, small
 from perilune.recipes.sft import sft
-from perilune.rl.environments import wide_search_corpus
 from perilune.rl.environments.wide_search_lookups import ENOUGH, look_up, lookups
 from perilune.rl.talk import TalkConfig
 from perilune.rl.workers import frozen_workers
@@ -55,8 +60,19 @@ from perilune.train.trainer import pick_device
 
 Recipe = Literal["full", "plain"]
 KEY = ("row", "name", "seed", "cap", "tiny")
-OTHER_LIBRARIES = 1000
-"""Seeds of libraries that pre-training reads begin here."""
+VOCAB, TINY_VOCAB = 8192, 640
+PAGES_FOR_WORDS = 8000
+"""Documents of pages, of some seventy thousand, that the tokenizer learns from."""
+BASE_STEPS = 1000
+"""131M tokens, six for every parameter: three to four times what seven libraries and the corpus hold."""
+SFT_STEPS = 1600
+"""As many as led to a worker that is right in 94 of 100 lookups; after 446 it was in 4."""
+WORKER_GIB = 1.5
+"""For 64 sequences of 4,096 tokens 0.4 GiB are needed."""
+WRONG_SHOWN = 12
+TRACES_GIVEN = ("mix", "orchestrators", "workers", "seed")
+MEASURED_STEPS = 12
+"""With --seconds: the later half of them says how long one takes."""
 AGAIN = 75
 """Exit code of a call that has to be given again: EX_TEMPFAIL."""
 CALLED = time.monotonic()
@@ -73,20 +89,21 @@ class Settings:
     """For pack and unpack: a model in --out."""
     pieces: Path = Path("pieces")
     out: Path = Path("runs/parl")
-    seconds: float = 420.0
-    """For the training; preparing text comes on top."""
-    steps: int | None = None
-    """In place of --seconds."""
+    base_steps: int = BASE_STEPS
+    sft_steps: int = SFT_STEPS
+    seconds: float | None = None
+    """For each training, in place of a number of steps: as many as fit at the rate of its first ones. Preparing text
+    comes on top."""
     limit: float = 540.0
     """Seconds of a call after which training stops, saved."""
-    libraries: int = 3
-    """Of 20,000 pages each."""
+    libraries: int = 7
+    """Of 20,000 pages each: 5M tokens."""
     corpus: str = "stdlib"
     """Text beside the pages: a path, stdlib or generated."""
     megabytes: float = 20.0
     """Of it that are read."""
-    orchestrators: int = 6000
-    workers: int = 12_000
+    orchestrators: int = 9000
+    workers: int = 15_000
     """Dialogues of each role."""
     lookups: int = 256
     seed: int = 0
@@ -109,43 +126,60 @@ def sft_name(settings: Settings) -> str:
 # The base -------------------------------------------------------------------------------------------------------------
 
 
-def corpus_file(settings: Settings) -> Path:
-    path = settings.out / f"texts-{settings.seed}.jsonl"
-    if path.exists():
-        return path
-    settings.out.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    with partial.open("w", encoding="utf-8") as file:
-        for number, text in enumerate(_documents(settings)):
-            split = "valid" if number % 50 == 0 else "train"
-            file.write(json.dumps({"id": f"text-{number}", "split": split, "text": text}) + "\n")
-    partial.replace(path)
+def text_files(settings: Settings) -> tuple[Path, Path]:
+    """Text of the corpus, and pages: each is written where it is missing."""
+    texts, pages = (settings.out / f"{name}-{settings.seed}.jsonl" for name in ("texts", "pages"))
+    wanted = parl_texts.Settings(
+        file=pages, libraries=settings.libraries, pages=400 if settings.tiny else 20_000, seed=settings.seed
+    )  # fmt: skip
+    if not pages.exists():
+        _write(parl_texts, wanted, given=("libraries", "pages", "seed"), here=settings.tiny)
+    if not texts.exists():
+        partial = texts.with_suffix(".partial")
+        with partial.open("w", encoding="utf-8") as file:
+            file.writelines(_corpus_lines(settings))
+        partial.replace(texts)
+    return texts, pages
+
+
+def tokenizer_file(settings: Settings, files: tuple[Path, Path]) -> Path:
+    """Learnt from the corpus and a part of the pages: there are no other words in the rest."""
+    path = settings.out / f"tokenizer-{settings.seed}.json"
+    if not path.exists():
+        with files[0].open(encoding="utf-8") as texts, files[1].open(encoding="utf-8") as pages:
+            read = (json.loads(line)["text"] for line in chain(texts, islice(pages, PAGES_FOR_WORDS)))
+            Tokenizer.train(read, TINY_VOCAB if settings.tiny else VOCAB).save(path)
     return path
 
 
-def _documents(settings: Settings) -> Iterator[str]:
+def _corpus_lines(settings: Settings) -> Iterator[str]:
     left = settings.megabytes * 1e6
-    texts = Corpus(CorpusConfig(source=settings.corpus, num_documents=40 if settings.tiny else 1000))
-    for document in texts.documents("train"):
+    corpus = Corpus(CorpusConfig(source=settings.corpus, num_documents=40 if settings.tiny else 1000))
+    for number, document in enumerate(corpus.documents("train")):
         if left <= 0:
-            break
+            return
         left -= len(document.text)
-        yield document.text
-    for number in range(settings.libraries):
-        pages = 400 if settings.tiny else 20_000
-        config = wide_search_corpus.CorpusConfig(pages=pages, seed=OTHER_LIBRARIES + 100 * settings.seed + number)
-        library = wide_search_corpus.Corpus(config)
-        # Several pages and their snippets in one document: what is found is said again, which is what looking up needs.
-        for start in range(0, len(library.pages), 4):
-            part = library.pages[start : start + 4]
-            told = [library.text(page) for page in part] + [library.snippet(page) for page in reversed(part)]
-            yield "\n\n".join(told)
+        split = "valid" if number % parl_texts.VALID_EVERY == 0 else "train"
+        yield json.dumps({"id": f"text-{number}", "split": split, "text": document.text}) + "\n"
 
 
-def base_config(settings: Settings, corpus: Path) -> RunConfig:
+def _write(script: ModuleType, wanted: Any, *, given: tuple[str, ...], here: bool) -> None:
+    """By a process of its own, whose processes import no torch, unless there is little to do."""
+    if here:
+        script.write(wanted)
+        return
+    subprocess.run(_command(script, wanted, given=given), check=True)
+
+
+def _command(script: ModuleType, wanted: Any, *, given: tuple[str, ...]) -> list[str]:
+    options = [str(part) for name in given for part in (f"--{name}", getattr(wanted, name))]
+    return [sys.executable, str(script.__file__), str(wanted.file), *options]
+
+
+def base_config(settings: Settings, files: tuple[Path, Path]) -> RunConfig:
     run = small()
     model = ModelConfig(
-        vocab_size=8192,
+        vocab_size=VOCAB,
         hidden_size=384,
         num_hidden_layers=8,
         kda=KDAConfig(num_heads=6, head_dim=64),
@@ -159,8 +193,8 @@ def base_config(settings: Settings, corpus: Path) -> RunConfig:
         model = replace(model, layer_types=("mla",) * model.num_hidden_layers, residual="plain")
         optimizer = OptimizerConfig(kind="adamw", lr=2e-3)
     data = DataConfig(
-        corpus=CorpusConfig(source=str(corpus), split_field="split"), vocab_size=8192, seq_len=1024,
-        cache_dir=str(settings.out / "cache"),
+        corpus=CorpusConfig(source=tuple(map(str, files)), split_field="split"), vocab_size=VOCAB, seq_len=1024,
+        cache_dir=str(settings.out / "cache"), tokenizer=str(tokenizer_file(settings, files)),
     )  # fmt: skip
     trainer = replace(
         run.trainer, report=False, tensorboard=False, eval_every=0, keep_last=1, log_every=10,
@@ -174,39 +208,42 @@ def base_config(settings: Settings, corpus: Path) -> RunConfig:
 
 def tiny(run: RunConfig) -> RunConfig:
     """The same code on a CPU within seconds."""
-    model = replace(micro().model, vocab_size=640, layer_types=None, residual=run.model.residual)
+    model = replace(micro().model, vocab_size=TINY_VOCAB, layer_types=None, residual=run.model.residual)
     if run.model.layer_types is not None:
         model = replace(model, layer_types=("mla",) * model.num_hidden_layers)
     trainer = replace(
         run.trainer, precision="float32", global_batch_rows=4, micro_batch_rows=4, eval_rows=2, device="cpu"
     )  # fmt: skip
-    return replace(run, model=model, data=replace(run.data, vocab_size=640, seq_len=256), trainer=trainer)
+    return replace(run, model=model, data=replace(run.data, vocab_size=TINY_VOCAB, seq_len=256), trainer=trainer)
 
 
 def make_base(settings: Settings) -> None:
-    config = base_config(settings, corpus_file(settings))
+    config = base_config(settings, text_files(settings))
     say("texts are there")
     data = open_data(config.data, seed=config.seed)
     say("tokens are there")
-    config, summary, seconds = trained(config, data, settings, warmup_share=10)
-    _record(settings, config, seconds, {"row": "base", "bits_per_byte": summary["valid_bits_per_byte"],
-            "tokens": summary["tokens"], "parameters": summary["parameters"]})  # fmt: skip
+    config, summary, seconds = trained(config, data, settings, steps=settings.base_steps, warmup_share=10)
+    rows = config.trainer.steps * config.trainer.global_batch_rows
+    _record(settings, config, seconds, {
+        "row": "base", "bits_per_byte": summary["valid_bits_per_byte"], "tokens": summary["tokens"],
+        "epochs": round(rows / max(1.0, data.train.rows_per_epoch), 2), "parameters": summary["parameters"],
+    })  # fmt: skip
 
 
 # Training -------------------------------------------------------------------------------------------------------------
 
 
 def trained(
-    config: RunConfig, data: RunData, settings: Settings, *, warmup_share: int
+    config: RunConfig, data: RunData, settings: Settings, *, steps: int, warmup_share: int
 ) -> tuple[RunConfig, dict[str, Any], float]:
-    """The run to its end, or as much of it as the call has time for: Interrupted then. Its config with as many steps as
-    fit into --seconds, its summary, and the seconds of this call. One that was begun is gone on with."""
+    """The run to its end, or as much of it as the call has time for: Interrupted then. Its config with its number of
+    steps, its summary, and the seconds of this call. One that was begun is gone on with."""
     folder = settings.out / config.name
     begun = 0 if settings.again else saved_step(folder)
     if begun:
         steps = read_config(folder).trainer.steps
-    else:
-        steps = settings.steps or steps_for(config, settings.seconds, data)
+    elif settings.seconds is not None:
+        steps = steps_for(config, settings.seconds, data)
     config = with_steps(config, steps, warmup_share=warmup_share)
     say(f"{config.name}: {'goes on at' if begun else 'training, step'} {begun}/{steps}")
     began = time.monotonic()
@@ -240,21 +277,26 @@ def steps_for(config: RunConfig, seconds: float, data: RunData) -> int:
 
 
 def traces_file(settings: Settings) -> Path:
-    """Dialogues of both roles on training tasks; those of another seed are of other tasks."""
-    path = settings.out / f"traces-{settings.mix}-{settings.seed}.jsonl"
-    wanted = parl_traces.Settings(
-        file=path, mix=settings.mix, orchestrators=settings.orchestrators, workers=settings.workers,
-        seed=settings.seed, tiny=settings.tiny,
+    """Dialogues of both roles; those of another seed are of other tasks."""
+    wanted = _wanted_traces(settings)
+    if not wanted.file.exists():
+        _write(parl_traces, wanted, given=TRACES_GIVEN, here=settings.tiny)
+    return wanted.file
+
+
+def _wanted_traces(settings: Settings) -> parl_traces.Settings:
+    return parl_traces.Settings(
+        file=settings.out / f"traces-{settings.mix}-{settings.seed}.jsonl", mix=settings.mix,
+        orchestrators=settings.orchestrators, workers=settings.workers, seed=settings.seed, tiny=settings.tiny,
     )  # fmt: skip
-    if path.exists():
-        return path
-    if settings.tiny:
-        parl_traces.write(wanted)
-        return path
-    given = ("mix", "orchestrators", "workers", "seed")
-    options = [str(part) for name in given for part in (f"--{name}", getattr(wanted, name))]
-    subprocess.run([sys.executable, str(Path(parl_traces.__file__)), str(path), *options], check=True)
-    return path
+
+
+def traces_ahead(settings: Settings) -> "subprocess.Popen[bytes] | None":
+    """Dialogues are written while the base is trained, which leaves the cores alone."""
+    wanted = _wanted_traces(settings)
+    if settings.tiny or wanted.file.exists() or is_there(settings.out, sft_name(settings)):
+        return None
+    return subprocess.Popen(_command(parl_traces, wanted, given=TRACES_GIVEN))
 
 
 def make_sft(settings: Settings) -> None:
@@ -277,7 +319,7 @@ def make_sft(settings: Settings) -> None:
     assert isinstance(lessons, ChatRows)
     prepared = time.monotonic() - began
     say(f"{lessons.num_dialogues:,} dialogues in {lessons.num_rows:,} rows")
-    config, summary, seconds = trained(config, data, settings, warmup_share=4)
+    config, summary, seconds = trained(config, data, settings, steps=settings.sft_steps, warmup_share=4)
     _record(settings, config, seconds, {
         "row": "sft", "mix": settings.mix, "prepared_seconds": round(prepared, 1), "loss": summary.get("valid_loss"),
         "dialogues": lessons.num_dialogues, "left_out": lessons.broken.count,
@@ -294,7 +336,7 @@ def test_worker(settings: Settings) -> None:
     model, tokenizer, config = load_run(settings.out / sft_name(settings), device=device)
     environment = environment_of(tiny=settings.tiny)
     talk = TalkConfig(max_tokens=1024, max_turns=12, temperature=0.0)
-    engine = EngineConfig(max_sequences=64, token_budget=4096, max_length=4096)
+    engine = EngineConfig(max_sequences=64, token_budget=4096, max_length=4096, memory_gib=WORKER_GIB)
 
     async def work() -> list[Any]:
         workers = frozen_workers(model, tokenizer, engine, talk, device=torch.device(device))
@@ -311,6 +353,10 @@ def test_worker(settings: Settings) -> None:
         "steps": round(sum(each.steps for each in found) / max(1, len(found)), 2),
         "right_one_hop": _share([each.is_right for each in found if each.hops == 1]),
         "right_two_hops": _share([each.is_right for each in found if each.hops > 1]),
+        "wrong": [
+            {"asked": each.lookup.question.text, "value": each.lookup.value, "did": each.did, "said": each.said[:200]}
+            for each in found if not each.is_right
+        ][:WRONG_SHOWN],
     })  # fmt: skip
 
 
@@ -333,7 +379,9 @@ def small_settings(settings: Settings) -> Settings:
     """Everything in seconds."""
     return replace(
         settings, libraries=1, corpus="generated", megabytes=0.05, orchestrators=min(settings.orchestrators, 24),
-        workers=min(settings.workers, 32), lookups=min(settings.lookups, 4), steps=settings.steps or 8,
+        workers=min(settings.workers, 32), lookups=min(settings.lookups, 4),
+        base_steps=8 if settings.base_steps == BASE_STEPS else settings.base_steps,
+        sft_steps=8 if settings.sft_steps == SFT_STEPS else settings.sft_steps,
     )  # fmt: skip
 
 
@@ -351,8 +399,11 @@ def main(settings: Settings) -> None:
         settings = small_settings(settings)
     settings.out.mkdir(parents=True, exist_ok=True)
     steps = ("base", "sft", "worker") if settings.step == "all" else (settings.step,)
+    ahead = traces_ahead(settings) if settings.step == "all" else None
     try:
         for step in steps:
+            if ahead is not None and step == "sft":
+                ahead.wait()  # one that failed is tried again, and says why
             needed = {"sft": base_name(settings), "worker": sft_name(settings)}.get(step)
             if needed is not None and not is_there(settings.out, needed):
                 raise SystemExit(
@@ -371,6 +422,9 @@ def main(settings: Settings) -> None:
             raise
         say("time is up, and what was trained is saved: the same command goes on")
         raise SystemExit(AGAIN) from None
+    finally:
+        if ahead is not None:
+            ahead.wait()  # the next call would write the same file
 
 
 if __name__ == "__main__":

@@ -6,6 +6,9 @@
 
 A script of its own because every process of a pool reads its main script again, and this one imports no torch: twelve
 processes begin within a second. What is written depends on the settings alone, not on the number of cores.
+
+Every part has a library of its own, with the words of the environment's and none of its facts: a model that sees every
+name with a dozen values learns to read them, not to know them.
 """
 
 import multiprocessing
@@ -24,7 +27,9 @@ from perilune.rl.environments.wide_search_traces import TraceConfig, traces
 
 Mix = Literal["mostly-serial", "well-formed", "mostly-clumsy"]
 PARTS = 12
-"""Of the traces, each with a seed of its own, made side by side."""
+"""Of the traces, each with a seed and a library of its own, made side by side."""
+OTHER_LIBRARIES = 1_000_000
+"""Seeds of these libraries begin here; those that pre-training reads lie below."""
 WELL_FORMED: dict[Mix, float] = {"mostly-serial": 0.6, "well-formed": 1.0, "mostly-clumsy": 0.05}
 """Of the delegations, which are a tenth in each of them."""
 
@@ -33,8 +38,8 @@ WELL_FORMED: dict[Mix, float] = {"mostly-serial": 0.6, "well-formed": 1.0, "most
 class Settings:
     file: tyro.conf.Positional[Path]
     mix: Mix = "mostly-serial"
-    orchestrators: int = 6000
-    workers: int = 12_000
+    orchestrators: int = 9000
+    workers: int = 15_000
     """Dialogues of each role."""
     seed: int = 0
     tiny: bool = False
@@ -57,10 +62,15 @@ def trace_configs(settings: Settings) -> list[TraceConfig]:
             workers=len(range(part, settings.workers, parts)),
             well_formed=WELL_FORMED[settings.mix],
             seed=settings.seed * PARTS + part,
-            environment=environment_of(tiny=settings.tiny),
+            environment=environment_of(tiny=settings.tiny, corpus=_library(settings, part)),
         )
         for part in range(parts)
     ]
+
+
+def _library(settings: Settings, part: int) -> CorpusConfig:
+    seed = OTHER_LIBRARIES + settings.seed * PARTS + part
+    return CorpusConfig(pages=400, seed=seed) if settings.tiny else CorpusConfig(seed=seed)
 
 
 def write(settings: Settings) -> None:

@@ -1,10 +1,15 @@
 """benchmarks/parl.py in miniature: every piece runs, goes on where it was, and the bars say what was not met."""
 
+import json
+import subprocess
+import sys
 import time
 from dataclasses import replace
 
 import pytest
 
+from perilune.rl.environments.wide_search_corpus import CorpusConfig
+from perilune.rl.environments.wide_search_questions import parse_question
 from tests.benchmark_scripts import load_script
 
 
@@ -49,6 +54,12 @@ def test_bars_need_three_seeds_and_every_one_of_them(bars):
     assert met(bars, full)["audit"] is True and met(bars, broken)["audit"] is False
 
 
+def test_an_arm_that_was_not_trained_to_its_end_meets_no_bar(bars):
+    rows = [trained("outcome", wide=0.01, seed=seed, iterations=60, wanted=60) for seed in range(3)]
+    assert met(bars, rows)["serial collapse shown"] is True
+    assert met(bars, [*rows[:2], {**rows[2], "iterations": 59}])["serial collapse shown"] is False
+
+
 def replace_row(found: dict, **more) -> dict:
     return {**found, **more}
 
@@ -87,7 +98,9 @@ def test_traces_of_all_parts_are_as_many_as_asked_for_and_have_seeds_of_their_ow
 
 def test_a_model_whose_time_is_up_is_saved_and_gone_on_with_by_the_same_call(monkeypatch, tmp_path, capsys):
     script = load_script(monkeypatch, "parl_models")
-    settings = script.Settings(step="base", tiny=True, steps=300, out=tmp_path, results=tmp_path / "rows.json", limit=0)
+    settings = script.Settings(
+        step="base", tiny=True, base_steps=300, out=tmp_path, results=tmp_path / "rows.json", limit=0
+    )  # fmt: skip
     monkeypatch.setattr(script, "CALLED", time.monotonic())
     with pytest.raises(SystemExit) as stopped:
         script.main(settings)
@@ -98,8 +111,8 @@ def test_a_model_whose_time_is_up_is_saved_and_gone_on_with_by_the_same_call(mon
         script.main(replace(settings, step="sft"))
     # As far as it was planned to go: the number of steps is that of the first call.
     monkeypatch.setattr(script, "train", lambda config, **how: {**how, "steps": config.trainer.steps})
-    config = script.base_config(settings, script.corpus_file(script.small_settings(settings)))
-    _, went_on, _ = script.trained(config, None, replace(settings, steps=None, limit=600), warmup_share=10)
+    config = script.base_config(settings, script.text_files(script.small_settings(settings)))
+    _, went_on, _ = script.trained(config, None, replace(settings, limit=600), steps=1000, warmup_share=10)
     assert went_on["resume"] and not went_on["overwrite"] and went_on["steps"] == 300
     assert "time is up" in capsys.readouterr().out
 
@@ -107,10 +120,68 @@ def test_a_model_whose_time_is_up_is_saved_and_gone_on_with_by_the_same_call(mon
 def test_steps_follow_from_the_seconds_and_the_rate_of_the_later_steps(monkeypatch, tmp_path):
     script = load_script(monkeypatch, "parl_models")
     settings = script.small_settings(script.Settings(step="base", tiny=True, out=tmp_path))
-    config = script.base_config(settings, script.corpus_file(settings))
+    config = script.base_config(settings, script.text_files(settings))
     data = script.open_data(config.data, seed=0)
     few, many = (script.steps_for(config, seconds, data) for seconds in (0.0, 1e6))
     assert few == script.MEASURED_STEPS and many > 1000
+
+
+def test_a_model_has_as_many_steps_as_its_recipe_however_busy_the_machine_is(monkeypatch, tmp_path):
+    script = load_script(monkeypatch, "parl_models")
+    settings = script.Settings(step="base", out=tmp_path)
+    monkeypatch.setattr(script, "train", lambda config, **how: {"steps": config.trainer.steps})
+    monkeypatch.setattr(script, "tokenizer_file", lambda settings, files: tmp_path / "tokenizer.json")
+    config = script.base_config(settings, (tmp_path / "a", tmp_path / "b"))
+    _, went, _ = script.trained(config, None, settings, steps=settings.base_steps, warmup_share=10)
+    assert went["steps"] == script.BASE_STEPS == 1000
+    monkeypatch.setattr(script, "steps_for", lambda config, seconds, data: int(10 * seconds))
+    _, went, _ = script.trained(config, None, replace(settings, seconds=7.0), steps=1000, warmup_share=10)
+    assert went["steps"] == 70
+
+
+def test_what_a_base_reads_is_answered_by_its_own_pages_and_by_no_task_s_library(monkeypatch, tmp_path):
+    script = load_script(monkeypatch, "parl_texts")
+    config = CorpusConfig(pages=400, seed=script.OTHER_LIBRARIES)
+    widths = set[int]()
+    for number, text in enumerate(script.documents(config)):
+        results, *rest = text.split("\n\n")
+        opened = [part for part in rest if not part.startswith("Find ")]
+        asked = [part.split("\n") for part in rest if part.startswith("Find ")]
+        assert sorted(part.split("\n")[0] for part in opened) == sorted(part[:6] for part in results.split("\n"))
+        pages = [page for page in opened if "out of date" not in page]
+        widths |= {len(parse_question(question).names) for question, *_ in asked}
+        for question, *steps, answer in asked:
+            names, path = parse_question(question).names, parse_question(question).path
+            told = [*steps, answer]
+            if len(names) > 1:
+                assert [line.split(": ")[0] for line in told] == list(names)
+                about = {name: next(page for page in pages if f"\n{name} is a " in page) for name in names}
+                assert all(f"The {path[0]} is {line.split(': ')[1]}." in about[line.split(": ")[0]] for line in told)
+            else:
+                assert [step.split(": ")[0] for step in steps] == list(path[:-1])
+                assert any(f"The {path[-1]} is {answer.split(': ')[1]}." in page for page in pages), question
+        if number == 60:
+            break
+    assert min(widths) == 1 and max(widths) > 4
+    traces = load_script(monkeypatch, "parl_traces")
+    told = traces.trace_configs(traces.Settings(file=tmp_path / "a", seed=3))
+    about = {each.environment.corpus.seed for each in told}
+    most_read = script.OTHER_LIBRARIES + script.LIBRARIES_OF_A_SEED * 1000
+    assert len(about) == traces.PARTS and min(about) >= most_read and 0 not in about
+
+
+def test_texts_are_the_same_from_one_process_and_from_two(monkeypatch, tmp_path):
+    script = load_script(monkeypatch, "parl_texts")
+    asked = script.Settings(file=tmp_path / "one.jsonl", libraries=2, pages=200, processes=1)
+    script.write(asked)
+    # As parl_models.py does: by a process of its own, whose processes read the script again.
+    command = [sys.executable, script.__file__, str(tmp_path / "two.jsonl"), "--libraries", "2", "--pages", "200"]
+    subprocess.run([*command, "--processes", "2"], check=True)
+    assert asked.file.read_bytes() == (tmp_path / "two.jsonl").read_bytes()
+    lines = [json.loads(line) for line in asked.file.read_text().splitlines()]
+    assert len({line["id"] for line in lines}) == len(lines) and {line["split"] for line in lines} == {"train", "valid"}
+    with pytest.raises(SystemExit, match="--libraries is 101, expected 0 to 100"):
+        script.write(replace(asked, libraries=101))
 
 
 def test_an_arm_from_other_traces_has_a_name_of_its_own_and_is_not_the_arm_of_the_bars(monkeypatch, tmp_path):
@@ -133,12 +204,23 @@ def test_models_are_made_arms_are_trained_tested_and_continued_on_a_cpu(monkeypa
     script = load_script(monkeypatch, "parl")
     settings = script.Settings(step="train", arm="joint", tiny=True, out=tmp_path, results=tmp_path / "rows.json")
     made = script.small_settings(settings)
+    with pytest.raises(SystemExit, match="no iteration was over after 0 s"):
+        script.train(replace(made, seconds=0))
     script.train(replace(made, iterations=1))
-    script.train(replace(made, iterations=2))
+    with pytest.raises(SystemExit, match="1 of 2 iterations: train it to its end, or test it as it is with --now"):
+        script.test(replace(made, tested=2))
+    with pytest.raises(SystemExit) as stopped:
+        script.train(replace(made, seconds=0))
+    assert stopped.value.code == script.AGAIN
+    script.test(replace(made, tested=2, now=True))
+    (half, *_) = [each for each in script.read_rows(tmp_path / "rows.json") if each["row"] == "test"]
+    assert half["iterations"] == 1 and half["wanted"] == 2
+    script.train(made)
     script.test(replace(made, tested=2))
     rows = script.read_rows(tmp_path / "rows.json")
     (training,) = [each for each in rows if each["row"] == "train"]
     assert training["iterations"] == 2 and training["episodes"] == training["replayed_equal"] == 8
     assert sorted(each["cap"] for each in rows if each["row"] == "test") == [0.5, 1.0, 2.0]
     assert {each["row"] for each in rows} == {"base", "sft", "worker", "train", "test"}
-    assert "1 of 2 iterations" not in capsys.readouterr().out
+    assert all(each["iterations"] == 2 for each in rows if each["row"] == "test")
+    assert "1 of 2 iterations: the same command goes on" in capsys.readouterr().out

@@ -347,3 +347,29 @@ def test_gpu_blocks_compile_and_replay_in_a_cuda_graph() -> None:
         captured = step(network.fused)
     graph.replay()
     assert all(torch.equal(a, b) for a, b in zip(captured, eager))
+
+
+@pytest.mark.gpu
+def test_gpu_scores_repeat_their_bits_beside_other_work() -> None:
+    """Products that read registers too late do so rarely, and where the tensor cores are busy."""
+    tokens, width, sizes = 65536, 384, [4, 4, 1]
+    generator = torch.Generator("cuda").manual_seed(0)
+    running, x = (torch.randn(tokens, width, generator=generator, device="cuda").bfloat16() for _ in range(2))
+    queries = torch.randn(sum(sizes), width, generator=generator, device="cuda") * width**-0.5
+    weight, busy = torch.ones(width, device="cuda"), torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    options = {"all_queries": sum(sizes), "eps": EPS, "norm_eps": NORM_EPS}
+    other = torch.cuda.Stream()
+
+    def scores() -> Tensor:
+        """Of the second source for the queries of its block and of all later ones; those before are never written."""
+        grown, *_ = triton_open(bank, Carried(running), x, queries, weight, sizes=sizes[1:], **options)
+        return grown.scores[-1][:, sizes[0] :]
+
+    with torch.no_grad():
+        bank, *_ = triton_open(Bank(), Carried(x), None, queries, weight, sizes=sizes, **options)
+        first, differ = scores(), torch.zeros((), dtype=torch.int64, device="cuda")
+        for _ in range(2000):
+            with torch.cuda.stream(other):
+                torch.mm(busy, busy)
+            differ += (scores() != first).any()
+    assert differ.item() == 0 and first.isfinite().all()

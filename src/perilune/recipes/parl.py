@@ -53,7 +53,9 @@ def parl() -> RLRunConfig:
         name="parl",
         environments=EnvironmentsConfig(wide_search=WideSearch(reply_tokens=1024, worker_reply_tokens=192)),
         rl=RLConfig(
-            iterations=150,
+            # The skill is there after ten, the extra rewards are gone after twenty more, and what is left when only the
+            # outcome is paid takes as many again to settle.
+            iterations=60,
             tasks=16,
             rollout=RolloutConfig(
                 group_size=8,
@@ -65,7 +67,7 @@ def parl() -> RLRunConfig:
             worker_engine=EngineConfig(max_sequences=512, token_budget=8192, max_length=4096),
             # A tenth of the episodes with eleven workers each is one task an episode already: rewards that fade then
             # fade before the skill is there. Four means that a third of the episodes have them.
-            parl=ParlConfig(least_assigned=4.0),
+            parl=ParlConfig(least_assigned=4.0, over=20),
         ),
-        evaluation=EvaluationConfig(tasks=64, every=25),
+        evaluation=EvaluationConfig(tasks=64, every=20),
     )

@@ -158,6 +158,7 @@ def test_a_model_that_learnt_the_dialogues_passes_as_a_worker(monkeypatch):
     assert [each.lookup for each in found] == wanted
     assert all(each.is_right and each.steps <= ENVIRONMENT.worker_steps for each in found)
     assert {each.hops for each in found} == {1, 2} and all(each.steps >= 2 * each.hops for each in found)
+    assert all(len(each.did) == each.steps and each.did[0].startswith('search {"query": ') for each in found)
 
 
 def test_a_model_that_guesses_does_not(monkeypatch):

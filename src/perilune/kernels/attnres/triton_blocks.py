@@ -30,7 +30,9 @@ def source_forward(
     tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     is_token = tokens < num_tokens
     queries = tl.arange(0, QUERY_BLOCK)
-    dots = tl.zeros([TOKENS, QUERY_BLOCK], tl.float32)
+    # Queries come first in the products. With the tokens first, wgmma would read the sum `source` from registers while
+    # the next round already writes them: NaN now and then. (Triton issue 9433, open; seen with 3.6, ptxas 13.0.)
+    dots = tl.zeros([QUERY_BLOCK, TOKENS], tl.float32)
     square = tl.zeros([TOKENS], tl.float32)
     for first in range(0, WIDTH, COLUMNS):
         columns = first + tl.arange(0, COLUMNS)
@@ -45,16 +47,16 @@ def source_forward(
         place = queries[:, None] * WIDTH + columns[None, :]
         of_query = (queries < QUERIES)[:, None] & inside[None, :]
         u = tl.load(u_ptr + place, mask=of_query, other=0.0)
-        dots = tl.dot(source, tl.trans(u), dots, input_precision="ieee")
+        dots = tl.dot(u, tl.trans(source), dots, input_precision="ieee")
         if SPLIT:
             rest = tl.load(u_rest_ptr + place, mask=of_query, other=0.0)
-            dots = tl.dot(source, tl.trans(rest), dots, input_precision="ieee")
+            dots = tl.dot(rest, tl.trans(source), dots, input_precision="ieee")
         wide = source.to(tl.float32)
         square += tl.sum(wide * wide, axis=1)
     inverse_rms = tl.rsqrt(square / WIDTH + eps)
     row = tokens * (TOTAL + 1)
     tl.store(score_ptr + row + TOTAL, inverse_rms, mask=is_token)
-    score = dots * inverse_rms[:, None]
+    score = tl.trans(dots) * inverse_rms[:, None]
     place = row[:, None] + START + queries[None, :]
     tl.store(score_ptr + place, score, mask=is_token[:, None] & (queries < QUERIES)[None, :])
 
@@ -273,7 +275,7 @@ def block_backward(
             for i in tl.static_range(GROUP):
                 number = tl.load(_pick(scores, first + i, NUM_SOURCES) + token * (TOTAL + 1) + TOTAL)
                 inverse_rms = tl.where(rows == i, number, inverse_rms)
-            bank = wanted * bank_stride + offsets
+            bank = wanted.to(tl.int64) * bank_stride + offsets
             if ACCUMULATE:
                 grad_v = tl.load(prior_ptr + bank, mask=mask, other=0.0).to(tl.float32)
             else:

@@ -11,12 +11,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from perilune.rl.critical_steps import steps_of
-from perilune.rl.environment import Task, draws
+from perilune.rl.environment import Message, Task, draws
 from perilune.rl.environments.wide_search import WideSearch
 from perilune.rl.environments.wide_search_judge import lines_of, normal
 from perilune.rl.environments.wide_search_play import ScriptedTalk
 from perilune.rl.environments.wide_search_policies import errand
 from perilune.rl.environments.wide_search_questions import Question, draw_question, truth_of
+from perilune.rl.environments.wide_search_traces import worker_name
 from perilune.rl.talk import EngineTalk, Workers
 from perilune.serve.sessions import Sessions
 
@@ -35,6 +36,8 @@ class Found:
     said: str
     """The worker's last message."""
     steps: int
+    did: tuple[str, ...] = ()
+    """Its calls in order, as `open {"page": "p37433"}`: where it went wrong is seen there."""
 
     @property
     def is_right(self) -> bool:
@@ -100,4 +103,14 @@ def _found(talk: _Errand, wanted: Sequence[Lookup]) -> Iterator[Found]:
     texts = {event["chain"]: event["body"].get("text") or "" for event in talk.events if event["kind"] == "outcome"}
     for number, lookup in enumerate(wanted):
         call = f"1.{number}"
-        yield Found(lookup=lookup, said=texts.get(f"main#{call}", ""), steps=steps.get(called.get(call, ""), 0))
+        worker = talk.workers.get(worker_name(number))
+        yield Found(
+            lookup=lookup, said=texts.get(f"main#{call}", ""), steps=steps.get(called.get(call, ""), 0),
+            did=() if worker is None else tuple(_calls(worker.messages)),
+        )  # fmt: skip
+
+
+def _calls(messages: Sequence[Message]) -> Iterator[str]:
+    for message in messages:
+        for call in message.get("tool_calls") or ():
+            yield f"{call['function']['name']} {call['function']['arguments']}"
