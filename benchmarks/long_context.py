@@ -1,14 +1,14 @@
 """What a long context is worth to each kind of attention: trained at 4K, extended to 32K, read to 64K, asked to 128K.
 
-    python benchmarks/long_context.py hybrid --corpus .cache/corpus --steps 3000      on a GPU; one arm a call
-    python benchmarks/long_context.py hybrid --tiny                                   a miniature for a CPU
+    python benchmarks/long_context.py hybrid --corpus .cache/corpus         on a GPU; one arm a call
+    python benchmarks/long_context.py hybrid --tiny                         a miniature for a CPU
 
 Arms: hybrid (KDA to MLA 3:1), mla (no positions), mla_rope (rotary positions, extended by YaRN), kda. All are the rung
-of width 256 of the ladder, on the same rows in the same order: give all equal `--steps` (`--seconds` turns into steps
-by a short measurement, and arms differ in speed). An arm is trained, extended by recipes/extend.py, and writes two rows
-to benchmarks/results/long_context.json, of before and after the extension: loss by position, and how often the value of
-a key is found in a long text, with one key and with several. A length that does not fit into memory is written down as
-such.
+of width 256 of the ladder, on the same rows in the same order, for equal steps. An arm is trained, extended by
+recipes/extend.py, and writes two rows to benchmarks/results/long_context.json, of before and after the extension: loss
+by position, and how often the value of a key is found in a long text, with one key and with several; before the
+extension only in texts up to the length that it is extended to. A length that does not fit into memory is written down
+as such.
 
 Records of the corpus need the fields `split` and `domain`: neighbours of one domain are joined into long documents.
 """
@@ -43,16 +43,20 @@ from perilune.train.trainer import pick_device
 Arm = Literal["hybrid", "mla", "mla_rope", "kda"]
 PATTERNS = {"hybrid": THREE_TO_ONE, "mla": ALL_MLA, "mla_rope": ALL_MLA, "kda": ALL_KDA}
 WIDTH = 256
+STEPS = 2400
+VALIDATIONS = 4
+MOST_TOKENS = 2**21
+"""Of texts of one length with needles: attention over 128K tokens takes its time."""
 MEASURED_STEPS = 12
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     arm: tyro.conf.Positional[Arm]
-    seconds: float = 240.0
-    """For the training at the shorter length."""
     steps: int | None = None
-    """In place of --seconds."""
+    """At the shorter length; 2,400 when not given."""
+    seconds: float | None = None
+    """In place of steps: as many as fit, by a short measurement. Arms differ in speed, so they are not compared."""
     extra_steps: int | None = None
     """Of the extension; a tenth when not given."""
     length: int = 4096
@@ -63,7 +67,7 @@ class Settings:
     """Lengths of texts with needles."""
     needles: tuple[int, ...] = (1, 8)
     texts: int = 32
-    """With needles, of each length."""
+    """With needles, of each length; of the longest fewer, see MOST_TOKENS."""
     corpus: str = ".cache/corpus"
     seed: int = 0
     lr: float | None = None
@@ -125,12 +129,15 @@ def steps_for(config: RunConfig, seconds: float) -> int:
 def run_arm(settings: Settings, runs: Path) -> Iterator[dict[str, Any]]:
     """Train, look, extend, look again: two rows of the results, each as soon as it is there."""
     config = config_of(settings)
-    steps = settings.steps or steps_for(config, settings.seconds)
+    steps = settings.steps or STEPS
+    if settings.seconds is not None:
+        steps = steps_for(config, settings.seconds)
     schedule = ScheduleConfig(kind="wsd", warmup_steps=max(1, steps // 10), decay_fraction=0.2)
     short = replace(
-        config, schedule=schedule, trainer=replace(config.trainer, steps=steps, eval_every=max(1, steps // 10))
+        config, schedule=schedule, trainer=replace(config.trainer, steps=steps, eval_every=max(1, steps // VALIDATIONS))
     )
-    yield _trained_and_read(short, settings, runs, None)
+    asked = tuple(length for length in settings.asked if length <= settings.extended)
+    yield _trained_and_read(short, replace(settings, asked=asked), runs, None)
     folder = runs / short.name
     long = extend(short, folder, length=settings.extended, steps=settings.extra_steps)
     long = replace(long, trainer=replace(long.trainer, eval_rows=max(1, short.trainer.eval_rows // 8)))
@@ -164,7 +171,7 @@ def _trained_and_read(config: RunConfig, settings: Settings, runs: Path, extende
 def read(folder: Path, settings: Settings, device: torch.device) -> dict[str, Any]:
     """Loss by position and needles found, of the run in `folder`."""
     model, tokenizer, run = load_run(folder, device=device)
-    longest = max(settings.read, *settings.asked)
+    longest = max(settings.read, *settings.asked, 0)
     # The same held-out text for both rows of an arm, whatever length it was trained at.
     characters = CHARACTERS_PER_TOKEN * settings.length
     text = held_out(replace(run.data.corpus, max_characters=characters, join_characters=characters), tokenizer)
@@ -184,7 +191,7 @@ def read(folder: Path, settings: Settings, device: torch.device) -> dict[str, An
                         text,
                         length=length,
                         needles=needles,
-                        rows=settings.texts,
+                        rows=min(settings.texts, max(1, MOST_TOKENS // length)),
                         device=device,
                         seed=settings.seed,
                     )

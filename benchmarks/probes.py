@@ -1,12 +1,19 @@
 """What each kind of attention can remember: accuracy on MQAR, palindrome and stack by length, arm and seed.
 
-    python benchmarks/probes.py --minutes 9 --workers 4                     on a GPU, as many cells as fit
+    python benchmarks/probes.py --minutes 7 --workers 8                     on a GPU, as many cells as fit
     python benchmarks/probes.py --small --arms kda mla_rope --minutes 1     tiny, to see that it works
 
 Cells are runs of recipes/probes.py, several side by side in processes of their own. A cell ends early when the held-out
-accuracy reaches `stop_at`. Whatever is finished is written to benchmarks/results/probes.json at once and not repeated
-by the next call, so a grid may take several. A cell that the clock stops is written with `finished` false; the next
-call repeats it.
+accuracy reaches `stop_at`. What is run follows from what is known, for each task, arm and seed:
+
+    1. the shortest length with the middle learning rate; where that does not solve it, with the others
+    2. the next length with the rate that was best at the shortest, as long as the length before reached `least`
+    3. when nothing of that is left to begin, the other rates where a longer length was not solved: so that no arm fails
+       for its learning rate alone
+
+A length that is not run because the one before was failed counts as failed. Whatever is finished is written to
+benchmarks/results/probes.json at once and not repeated by the next call, so a grid may take several. A cell that the
+clock stops is written with `finished` false; the next call repeats it.
 """
 
 import hashlib
@@ -15,7 +22,8 @@ import multiprocessing
 import os
 import tempfile
 import time
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +38,12 @@ from perilune.train import RunConfig, train
 from perilune.train.config_file import to_plain
 from perilune.train.environment import describe_environment
 
-SMALL = {
+LRS = (0.0005, 0.0015, 0.005)
+STEPS = 1500
+EVAL_EVERY = 125
+Row = dict[str, Any]
+
+SMALL: dict[str, Any] = {
     "model.hidden_size": 64, "model.intermediate_size": 128, "model.vocab_size": 512, "data.vocab_size": 64,
     "model.kda.num_heads": 2, "model.kda.head_dim": 32, "model.mla.num_attention_heads": 2,
     "model.mla.kv_lora_rank": 64, "model.mla.qk_nope_head_dim": 32, "model.mla.qk_rope_head_dim": 16,
@@ -49,11 +62,13 @@ class Settings:
     """Of recipes/probes.py."""
     seeds: tuple[int, ...] = (0,)
     lrs: tuple[float, ...] | None = None
-    """Learning rates to try for every cell; the recipe's when not given."""
+    """Learning rates, from the lowest; 0.0005, 0.0015 and 0.005, or the recipe's with --small."""
     steps: int | None = None
-    """At the most; 10,000, or 300 with --small."""
-    stop_at: float = 0.999
+    """At the most; 1,500, or 300 with --small."""
+    stop_at: float = 0.99
     """Held-out accuracy that ends a run."""
+    least: float = 0.5
+    """Accuracy at a length, below which an arm is not asked for longer ones."""
     minutes: float = 9.0
     """When they are over, cells that run are stopped and no other begins."""
     workers: int = 1
@@ -62,6 +77,7 @@ class Settings:
     """More fields by path with a JSON value, for all cells: --set optimizer.kind='"muonclip"'"""
     small: bool = False
     """Widths of 64 and short rows, for a CPU."""
+    commit: str = ""
     results: Path = Path("benchmarks/results/probes.json")
 
 
@@ -78,25 +94,59 @@ class _Enough(Exception):
     """Raised inside training to end it."""
 
 
-def cells_of(settings: Settings) -> list[Cell]:
-    """Short rows first; all arms of a task and length before the next."""
+def cell_of(settings: Settings, task: Task, length: int, arm: str, lr: float, seed: int) -> Cell:
     own = {name: json.loads(value) for name, _, value in (each.partition("=") for each in settings.set)}
-    steps = settings.steps or (300 if settings.small else 10_000)
-    lengths = settings.lengths or ((32,) if settings.small else LENGTHS)
-    found = []
+    config = probe(task, length=length, arm=arm)
+    steps = settings.steps or (300 if settings.small else STEPS)
+    often = {"trainer.eval_every": EVAL_EVERY}
+    fixed = {"trainer.steps": steps, "trainer.report": False, "trainer.keep_last": 1, "optimizer.lr": lr}
+    config = changed(config, {**often, **(SMALL if settings.small else {}), **own, **fixed})
+    return Cell(task=task, length=length, arm=arm, seed=seed, config=replace(config, seed=seed))
+
+
+def lengths_of(settings: Settings) -> tuple[int, ...]:
+    return settings.lengths or ((32,) if settings.small else LENGTHS)
+
+
+def rates_of(settings: Settings) -> tuple[float, ...]:
+    return settings.lrs or ((SMALL["optimizer.lr"],) if settings.small else LRS)
+
+
+def next_cells(settings: Settings, rows: Sequence[Row]) -> list[Cell]:
+    """What there is to run, given the rows that are finished: short before long, other rates last."""
+    known = {row["fingerprint"]: row for row in rows if row["finished"]}
+    found: list[tuple[int, int, Cell]] = []
     for seed in settings.seeds:
-        for length in lengths:
-            for task in settings.tasks:
-                for arm in settings.arms:
-                    for lr in settings.lrs or (None,):
-                        config = probe(task, length=length, arm=arm)
-                        config = changed(config, {**(SMALL if settings.small else {}), **own})
-                        if lr is not None:
-                            config = replace(config, optimizer=replace(config.optimizer, lr=lr))
-                        trainer = replace(config.trainer, steps=steps, report=False, keep_last=1)
-                        config = replace(config, seed=seed, trainer=trainer)
-                        found.append(Cell(task=task, length=length, arm=arm, seed=seed, config=config))
-    return found
+        for task in settings.tasks:
+            for arm in settings.arms:
+                found += [(order, cell.length, cell) for order, cell in _next_of(settings, known, task, arm, seed)]
+    return [cell for _, _, cell in sorted(found, key=lambda each: each[:2])]
+
+
+def _next_of(settings: Settings, known: Mapping[str, Row], task: Task, arm: str, seed: int) -> list[tuple[int, Cell]]:
+    """(0 or 1, cell): those of the third rule have 1."""
+    rates = rates_of(settings)
+    middle = rates[len(rates) // 2]
+    others = [lr for lr in rates if lr != middle]
+    best, waiting = middle, []
+    for place, length in enumerate(lengths_of(settings)):
+        cells = {lr: cell_of(settings, task, length, arm, lr, seed) for lr in rates}
+        rows = {lr: known.get(fingerprint(cell.config)) for lr, cell in cells.items()}
+        first = rows[best]
+        if first is None:
+            return [*waiting, (0, cells[best])]
+        solved = (first["accuracy"] or 0.0) >= settings.stop_at
+        missing = [] if solved else [lr for lr in rates if rows[lr] is None]
+        if place == 0 and missing:
+            return [(0, cells[lr]) for lr in others if rows[lr] is None]
+        waiting += [(1, cells[lr]) for lr in missing]
+        there = {lr: row for lr, row in rows.items() if row is not None}
+        reached = max((row["accuracy"] or 0.0) for row in there.values())
+        if place == 0:
+            best = max(there, key=lambda lr: ((there[lr]["accuracy"] or 0.0), -there[lr]["steps"]))
+        if reached < settings.least:
+            break
+    return waiting
 
 
 def run_cell(cell: Cell, *, stop_at: float, deadline: float) -> dict[str, Any]:
@@ -189,34 +239,36 @@ def main(settings: Settings) -> None:
     import torch
 
     environment = describe_environment(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    cells = cells_of(settings)
-    marks = {fingerprint(cell.config) for cell in cells}
-    done = [row for row in read_rows(settings.results) if row["finished"] or row["fingerprint"] not in marks]
-    known = {row["fingerprint"] for row in done if row["finished"]}
-    waiting = [cell for cell in cells if fingerprint(cell.config) not in known]
+    environment |= {"commit": settings.commit} if settings.commit else {}
+    done = read_rows(settings.results)
     console = Console(width=None if os.isatty(1) else 160)
-    console.print(f"{len(cells)} cells, {len(cells) - len(waiting)} there already, {settings.workers} at a time")
+    there = sum(row["finished"] for row in done)
+    console.print(f"{there} rows are there already, {settings.workers} cells at a time, {settings.minutes:g} minutes")
+    begun: set[str] = set()
     # Processes that are started anew: a forked one cannot use the GPU.
     with ProcessPoolExecutor(settings.workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        limits = {"stop_at": settings.stop_at, "deadline": deadline}
-        running = {pool.submit(run_cell_if_time, cell, **limits): cell for cell in waiting}
-        for future in as_completed(running):
-            row = future.result()
-            if row is None:
-                continue
-            done.append(row)
-            write_rows(settings.results, done, environment)
-            console.print(
-                f"{row['task']} {row['length']} {row['arm']} seed {row['seed']} lr {row['lr']:g}: accuracy "
-                f"{row['accuracy'] if row['accuracy'] is not None else float('nan'):.3f} after {row['steps']:,} steps, "
-                f"{row['seconds']:.0f} s, ended by {row['ended_by']}"
-            )
+        running: set[Future[Row]] = set()
+        while True:
+            fresh = [cell for cell in next_cells(settings, done) if fingerprint(cell.config) not in begun]
+            # Never more than can run: what should come next may be known better when there is room.
+            while fresh and len(running) < settings.workers and time.time() < deadline:
+                cell = fresh.pop(0)
+                begun.add(fingerprint(cell.config))
+                running.add(pool.submit(run_cell, cell, stop_at=settings.stop_at, deadline=deadline))
+            if not running:
+                break
+            ended, running = wait(running, return_when=FIRST_COMPLETED)
+            for row in (future.result() for future in ended):
+                done = [each for each in done if each["fingerprint"] != row["fingerprint"]] + [row]
+                write_rows(settings.results, done, environment)
+                accuracy = float("nan") if row["accuracy"] is None else row["accuracy"]
+                console.print(
+                    f"{row['task']} {row['length']} {row['arm']} seed {row['seed']} lr {row['lr']:g}: accuracy "
+                    f"{accuracy:.3f} after {row['steps']:,} steps, {row['seconds']:.0f} s, ended by {row['ended_by']}"
+                )
     show(done, console)
-    console.print(f"{len(done)} rows: {settings.results}")
-
-
-def run_cell_if_time(cell: Cell, *, stop_at: float, deadline: float) -> dict[str, Any] | None:
-    return run_cell(cell, stop_at=stop_at, deadline=deadline) if time.time() < deadline else None
+    left = len(next_cells(settings, done))
+    console.print(f"{len(done)} rows: {settings.results}" + (f"; at least {left} more to run" if left else ""))
 
 
 if __name__ == "__main__":

@@ -1,19 +1,20 @@
 """What a small model learns to see: pictures as code, and when pictures should enter training. One arm a call.
 
-    python benchmarks/vision.py scenes --seconds 480                      on a GPU: image -> SVG, held-out scenes
+    python benchmarks/vision.py scenes                                    on a GPU: image -> SVG, held-out scenes
     python benchmarks/vision.py icons --icons icons.jsonl.zst             train on Tabler and Feather, test on Lucide
-    python benchmarks/vision.py fusion-late --seed 1 --seconds 240        the same rows of both, entering late
+    python benchmarks/vision.py fusion-late --seed 1 --corpus FOLDER      as many pictures as early, entering late
     python benchmarks/vision.py html --rescore                            score saved pages where there is a browser
     python benchmarks/vision.py scenes --tiny                             a miniature for a CPU, to see that it works
 
-An arm trains a run of recipes/vision.py for about `--seconds` (steps follow from a short measurement, so that the
-schedule ends with the time), draws held-out pictures greedily and writes a row to benchmarks/results/vision.json. A row
-has the share of answers that parse, pixel similarity, shape F1 and their sum, the same against other pictures, with 95%
-intervals; text bits per byte; for the fusion arms the dip: by how much validation on text is worse after pictures enter
-than before. Answers are kept beside it, so that pages can be scored on a machine with Chromium.
+An arm trains a run of recipes/vision.py for its own number of steps (STEPS; a card that does other work too must not
+change what is trained), draws held-out pictures greedily and writes a row to benchmarks/results/vision.json. A row has
+the share of answers that parse, pixel similarity, shape F1 and their sum, the same against other pictures, with 95%
+intervals; whether they meet the bar (`bar`); text bits per byte; of icons, how many there are and how many were left
+out for which reason. Answers are kept beside it, so that pages can be scored on a machine with Chromium.
 
-The fusion arms and the text-only one are a comparison: an arm takes as many steps as the first of them whose row is
-there with the same --seconds. On machines that do not share the results, give --steps.
+The fusion arms and the text-only one are a comparison: the same text, the same number of vision rows, equal steps. Text
+is validated every fiftieth of the run (`text_curve`); the dip is by how much it is worse after pictures enter than
+before. Their pictures are simple (one or two shapes on a grid): a tenth of a short run must be enough to learn to look.
 """
 
 import fcntl
@@ -37,6 +38,7 @@ from perilune.data.hostile import HostileInput, RendererMissing
 from perilune.data.html_guard import clean_html
 from perilune.data.media import MediaPrompt
 from perilune.data.picture_scores import PictureScore, bootstrap_interval, paired_scores, score_source
+from perilune.data.scenes import icon_pool
 from perilune.data.vision_documents import Exercise, ask, pictures
 from perilune.model import Decoder
 from perilune.recipes.pretrain import micro
@@ -57,25 +59,38 @@ KINDS = {
     "html": ("html", "html"),
     "video": ("animation", "video"),
 }
+FUSION_STEPS = 880
+STEPS: dict[str, int] = {
+    "scenes": 660, "icons": 1100, "html": 660, "video": 800,
+    "fusion-early": FUSION_STEPS, "fusion-mid": FUSION_STEPS, "fusion-late": FUSION_STEPS, "text-only": FUSION_STEPS,
+}  # fmt: skip
+"""Of 65,536 tokens for the arms that draw, 40,960 for the others."""
+TINY_STEPS = 16
 SCORES = ("pixel", "f1", "reward")
+"""f1 for pictures alone: the shapes of pages and videos are not read, and their reward is the pixels'."""
+LEAST_PARSED, LEAST_DROP = 0.95, 0.2
+"""The bar: answers that parse, and how much lower the reward is against other pictures."""
 MEASURED_STEPS = 16
 VALIDATIONS = 50
 VALIDATION_SHARE = 0.05
-"""Of the time of a run, at most."""
-DIP_PART = 0.05
-"""Of the run, after pictures enter: where the worst validation is looked for; at least until the next one."""
+"""Of the rows of a run, at most, for the arms that draw."""
+DIP_PART = 0.1
+"""Of the run, after pictures enter: where the worst validation is looked for; at least until the next one. In a
+miniature of the late arm text was worst after 10% of the run, and still better than before after 5%."""
 DRAWING_SHARE = 0.875
 DRAWING_ROWS = 64
 """56 rows with pictures and 8 of text in every step: steps of one shape can be replayed as CUDA graphs."""
+ICON_SIDE = 168
+"""Seven pixels for each of the 24 units that icons are drawn in: what lies on their grid stays on a grid."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     arm: tyro.conf.Positional[Arm]
-    seconds: float = 480.0
-    """For the training; drawing comes on top."""
     steps: int | None = None
-    """In place of --seconds."""
+    """Those of the arm when not given; of arms that are compared, give all the same."""
+    seconds: float | None = None
+    """In place of steps: as many as fit, by a short measurement. Drawing comes on top."""
     seed: int = 0
     samples: int = 256
     """Held-out pictures."""
@@ -129,6 +144,7 @@ def _drawing_run(settings: Settings) -> RunConfig:
         vision.scenes, kinds=(kind,), icons=settings.icons,
         icon_sets=("tabler", "feather") if kind == "icon" else (),
         icon_held_out_sets=("lucide",) if kind == "icon" else (),
+        sizes=((ICON_SIDE, ICON_SIDE),) if kind == "icon" else vision.scenes.sizes,
     )  # fmt: skip
     share = DRAWING_SHARE if settings.share is None else settings.share
     vision = replace(vision, scenes=scenes, tasks=(task,), fusion=FusionConfig(share=share))
@@ -177,19 +193,11 @@ def steps_for(config: RunConfig, seconds: float) -> int:
     return max(MEASURED_STEPS, int(seconds * rate / (config.trainer.global_batch_rows * config.data.seq_len)))
 
 
-def steps_of_others(settings: Settings) -> int | None:
-    """Steps of an arm that this one is compared with, where there is one."""
-    if settings.arm in KINDS or not settings.results.exists():
-        return None
-    rows = json.loads(settings.results.read_text())
-    key = (settings.tiny, settings.seconds)
-    return next((row["steps"] for row in rows if (row["tiny"], row.get("for_seconds")) == key
-                 and row["arm"] not in KINDS), None)  # fmt: skip
-
-
 def steps_between_validations(config: RunConfig, steps: int) -> int:
-    """A fiftieth of the run, or more where validation would take more than its share of the time."""
+    """A fiftieth of the run; where nothing depends on the curve, more if validation would take more than its share."""
     trainer = config.trainer
+    if config.name.startswith(("fusion", "text")):
+        return max(1, steps // VALIDATIONS)
     rows = trainer.eval_rows + (min(trainer.eval_rows, VISION_VALID_ROWS) if config.data.has_pictures else 0)
     # As if a row cost as much as one that is trained on: it has no backward, but is not replayed as a graph either.
     return max(steps // VALIDATIONS, math.ceil(rows / (VALIDATION_SHARE * trainer.global_batch_rows)))
@@ -199,7 +207,9 @@ def run_arm(settings: Settings, runs: Path) -> dict[str, Any]:
     """Train, draw, score: one row of the results."""
     config = config_of(settings)
     say(f"{config.name}: begins on {pick_device(config.trainer.device)}")
-    steps = settings.steps or steps_of_others(settings) or steps_for(config, settings.seconds)
+    steps = settings.steps or (TINY_STEPS if settings.tiny else STEPS[settings.arm])
+    if settings.seconds is not None:
+        steps = steps_for(config, settings.seconds)
     schedule = replace(config.schedule, warmup_steps=min(config.schedule.warmup_steps, max(1, steps // 10)))
     trainer = replace(config.trainer, steps=steps, eval_every=steps_between_validations(config, steps))
     config = replace(config, schedule=schedule, trainer=trainer)
@@ -214,14 +224,15 @@ def run_arm(settings: Settings, runs: Path) -> dict[str, Any]:
         "seed": settings.seed,
         "tiny": settings.tiny,
         "steps": steps,
-        "for_seconds": None if settings.steps else settings.seconds,
+        "rows": trainer.global_batch_rows,
         "seconds": round(seconds, 1),
         "tokens": summary["tokens"],
         "tokens_per_s": summary["tokens_per_s"],
         "parameters": summary["parameters"],
         "text_bits_per_byte": summary["valid_bits_per_byte"],
         "vision_loss": summary.get("valid_vision_loss"),
-        **_dip(runs / config.name / "metrics.jsonl", config),
+        **_text_curve(runs / config.name / METRICS, config),
+        **_icons(config),
     }
     kept: dict[str, Any] = {"config": to_plain(config), "texts": []}
     if settings.arm != "text-only":
@@ -237,20 +248,36 @@ def _made(settings: Settings, device: torch.device) -> dict[str, Any]:
     return {"commit": settings.commit or environment.get("commit", ""), "environment": environment}
 
 
-def _dip(metrics: Path, config: RunConfig) -> dict[str, float]:
-    """How much worse text became when pictures entered: the worst validation shortly after over the last before."""
-    fusion = config.fusion()
-    if fusion is None or fusion.first_row == 0:
+def _text_curve(metrics: Path, config: RunConfig) -> dict[str, Any]:
+    """Of the fusion arms and their control: text by step, and how much worse it became when pictures entered."""
+    if not config.name.startswith(("fusion", "text")):
         return {}
-    entry = fusion.first_row / config.trainer.global_batch_rows
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     valid = [(line["step"], line["bits_per_byte"]) for line in lines if line["kind"] == "valid"]
+    curve = {"text_curve": [[step, round(value, 5)] for step, value in valid]}
+    fusion = config.fusion()
+    if fusion is None or fusion.first_row == 0:
+        return curve
+    entry = fusion.first_row / config.trainer.global_batch_rows
+    return {**curve, "entry_step": entry, **dip(valid, entry, config.trainer.steps, config.trainer.eval_every)}
+
+
+def dip(valid: Sequence[tuple[int, float]], entry: float, steps: int, eval_every: int) -> dict[str, float]:
+    """The worst validation shortly after the entry over the last before it; below 0 where text got better all along."""
     before = [value for step, value in valid if step <= entry]
-    window = max(config.trainer.eval_every, DIP_PART * config.trainer.steps)
+    window = max(eval_every, DIP_PART * steps)
     after = [value for step, value in valid if entry < step <= entry + window]
     if not before or not after:
         return {}
     return {"before_entry": before[-1], "after_entry": max(after), "dip": max(after) / before[-1] - 1}
+
+
+def _icons(config: RunConfig) -> dict[str, Any]:
+    vision = config.data.vision
+    if vision is None or "icon" not in vision.scenes.kinds:
+        return {}
+    pool = icon_pool(vision.scenes)
+    return {"icons": {"train": len(pool.train), "held_out": len(pool.held_out), "left_out": dict(pool.skipped)}}
 
 
 def evaluate(
@@ -268,10 +295,13 @@ def evaluate(
     texts, asked = [each.text for each in drawn], [each.exercise for each in drawn]
     say(f"{len(drawn)} held-out pictures drawn")
     row = {"samples": len(drawn), "drawing_seconds": round(time.monotonic() - began, 1), **scored(texts, asked)}
+    lengths = [len(tokenizer.encode(each.answer)) + 1 for each in asked]
+    row |= {"answer_tokens": [min(lengths), round(median(lengths)), max(lengths)],
+            "answers_longer_than_sampled": sum(length > vision.sample_tokens for length in lengths)}  # fmt: skip
     if vision.tasks[0] == "video":
         prompts = [frames_mixed(tokenizer, each) for each in asked]
         mixed = greedy_answers(model, tokenizer, prompts, max_new_tokens=vision.sample_tokens)
-        row["mixed_frames"] = _intervals([score_source(text, each.sample) for text, each in zip(mixed, asked)])
+        row["mixed_frames"] = _intervals([score_source(text, each.sample) for text, each in zip(mixed, asked)], "video")
     return row, texts
 
 
@@ -286,17 +316,24 @@ def frames_mixed(tokenizer: Tokenizer, exercise: Exercise) -> MediaPrompt:
 
 def scored(texts: Sequence[str], asked: Sequence[Exercise]) -> dict[str, Any]:
     """Means with intervals, own and against other pictures; only what can be parsed where no browser draws pages."""
-    samples = [each.sample for each in asked]
-    if asked and asked[0].task == "html":
-        valid = sum(_is_page(text, each.sample.size) for text, each in zip(texts, asked)) / len(asked)
-        try:
-            own, others = paired_scores(texts, samples, score=score_source)
-        except RendererMissing as missing:
-            return {"parses": valid, "unscored": str(missing)}
-        return {"parses": valid, "own": _intervals(own), "shuffled": _intervals(others)}
-    own, others = paired_scores(texts, samples, score=score_source)
-    parses = sum(score.parses for score in own) / len(own)
-    return {"parses": parses, "own": _intervals(own), "shuffled": _intervals(others)}
+    is_html = bool(asked) and asked[0].task == "html"
+    valid = sum(_is_page(text, each.sample.size) for text, each in zip(texts, asked)) / len(asked) if is_html else None
+    try:
+        own, others = paired_scores(texts, [each.sample for each in asked], score=score_source)
+    except RendererMissing as missing:
+        return {"parses": valid, "unscored": str(missing)}
+    parses = sum(score.parses for score in own) / len(own) if valid is None else valid
+    task = asked[0].task
+    found = {"parses": parses, "own": _intervals(own, task), "shuffled": _intervals(others, task)}
+    return {**found, "bar": bar(parses, found["own"]["reward"], found["shuffled"]["reward"])}
+
+
+def bar(parses: float, own: Sequence[float], shuffled: Sequence[float]) -> dict[str, bool]:
+    """Whether enough parses, and whether other pictures score enough lower, with intervals that are apart."""
+    return {
+        "parses": parses >= LEAST_PARSED,
+        "lower_against_others": own[0] - shuffled[0] >= LEAST_DROP and own[1] > shuffled[2],
+    }
 
 
 def _is_page(text: str, size: tuple[int, int]) -> bool:
@@ -307,10 +344,10 @@ def _is_page(text: str, size: tuple[int, int]) -> bool:
     return True
 
 
-def _intervals(scores: Sequence[PictureScore]) -> dict[str, list[float]]:
+def _intervals(scores: Sequence[PictureScore], task: str) -> dict[str, list[float]]:
     """name -> [mean, low, high]"""
     found = {}
-    for name in SCORES:
+    for name in SCORES if task == "svg" else [name for name in SCORES if name != "f1"]:
         interval = bootstrap_interval([float(getattr(score, name)) for score in scores])
         found[name] = [round(value, 4) for value in (interval.mean, interval.low, interval.high)]
     return found

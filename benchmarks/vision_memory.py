@@ -1,7 +1,8 @@
-"""Peak memory of one step with pictures: the decoupled encoder step against the plain one, end to end. Needs a GPU.
+"""Peak memory of one step with pictures: the decoupled encoder step against the plain one, end to end.
 
-    python benchmarks/vision_memory.py              under a minute on an H200
+    python benchmarks/vision_memory.py              needs a GPU
     python benchmarks/vision_memory.py --check      also the gradients of both in float32, on the smallest case
+    python benchmarks/vision_memory.py --tiny       a miniature for a CPU: gradients and times, no memory
 
 A step is the forward and backward pass of several micro-batches of one rank, without the optimizer; bytes are what the
 step allocates at its peak beyond weights and their gradients. The end-to-end step keeps the activations of the tower
@@ -34,6 +35,8 @@ TEXT = 512
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     check: bool = False
+    tiny: bool = False
+    """Two small pictures on the CPU, to see that it works."""
     patches_per_group: int = 4096
     commit: str = ""
     results: Path = Path("benchmarks/results")
@@ -55,24 +58,25 @@ CASES = (
     ),
     Case(name="k25 tower, even pictures", tower="k25", batches=(((1, 32, 32),) * 12,) * 3),
 )
+TINY = Case(name="small tower, two pictures", tower="small", batches=(((1, 4, 4),), ((2, 4, 2), (1, 2, 2))))
 
 
-def model_of(case: Case, dtype: str) -> Decoder:
-    """About 30M parameters besides the tower."""
+def model_of(case: Case, dtype: str, device: torch.device) -> Decoder:
+    """About 30M parameters besides the tower; of the miniature one layer."""
     config = ModelConfig(
         vocab_size=VOCABULARY,
         hidden_size=512,
-        num_hidden_layers=8,
+        num_hidden_layers=1 if case is TINY else 8,
         kda=KDAConfig(num_heads=4, head_dim=128),
         mla=MLAConfig(num_attention_heads=8),
         intermediate_size=1408,
         vision=SIZES[case.tower],
         compute_dtype=dtype,  # type: ignore[arg-type]
     )
-    return Decoder(config, seed=0).cuda()
+    return Decoder(config, seed=0).to(device)
 
 
-def micro_batch(grids: Sequence[Grid], seed: int) -> MicroBatch:
+def micro_batch(grids: Sequence[Grid], seed: int, device: torch.device) -> MicroBatch:
     generator = torch.Generator().manual_seed(seed)
     num_tokens = sum(map(tokens_of, grids))
     length = TEXT + num_tokens
@@ -81,11 +85,11 @@ def micro_batch(grids: Sequence[Grid], seed: int) -> MicroBatch:
     if grids:
         patches = sum(frames * height * width for frames, height, width in grids)
         pixels = torch.randint(256, (patches, 3, 14, 14), generator=generator, dtype=torch.uint8)
-        media = MediaInput(positions=torch.arange(num_tokens), pixels=pixels, grids=tuple(grids)).to("cuda")
+        media = MediaInput(positions=torch.arange(num_tokens), pixels=pixels, grids=tuple(grids)).to(device)
     return MicroBatch(
-        tokens_BT=tokens.cuda(),
-        targets_BT=tokens.roll(-1).cuda(),
-        cu_seqlens=torch.tensor([0, length], device="cuda"),
+        tokens_BT=tokens.to(device),
+        targets_BT=tokens.roll(-1).to(device),
+        cu_seqlens=torch.tensor([0, length], device=device),
         num_targets=length,
         num_bytes=length,
         media=media,
@@ -109,21 +113,22 @@ def steps_of(
 
 
 def measure(bench: Bench, case: Case, patches_per_group: int) -> None:
-    model = model_of(case, "bfloat16")
-    batches = [micro_batch(grids, seed) for seed, grids in enumerate(case.batches)]
+    model = model_of(case, "bfloat16" if bench.is_gpu else "float32", bench.device)
+    batches = [micro_batch(grids, seed, bench.device) for seed, grids in enumerate(case.batches)]
     decoupled, plain = steps_of(model, batches, patches_per_group)
     for step in (decoupled, plain):
         step()  # gradients are allocated and kernels compiled before anything is measured
-    peaks = [bench.peak_memory(step) / 2**20 for step in (decoupled, plain)]
+    if bench.is_gpu:
+        peaks = [bench.peak_memory(step) / 2**20 for step in (decoupled, plain)]
+        bench.add(case.name, "peak memory", "MiB", peaks[0], peers={"end to end": peaks[1]})
     times = [bench.time(step) for step in (decoupled, plain)]
-    bench.add(case.name, "peak memory", "MiB", peaks[0], peers={"end to end": peaks[1]})
     bench.add(case.name, "time of a step", "ms", times[0], peers={"end to end": times[1]})
 
 
 def check(bench: Bench, case: Case, patches_per_group: int) -> None:
     """Both steps in float32: gradients of tower, projector and language model."""
-    model = model_of(case, "float32")
-    batches = [micro_batch(grids, seed) for seed, grids in enumerate(case.batches)]
+    model = model_of(case, "float32", bench.device)
+    batches = [micro_batch(grids, seed, bench.device) for seed, grids in enumerate(case.batches)]
     found = []
     for step in steps_of(model, batches, patches_per_group):
         model.zero_grad(set_to_none=True)
@@ -139,15 +144,22 @@ def check(bench: Bench, case: Case, patches_per_group: int) -> None:
 
 
 def main(settings: Settings) -> None:
-    if not torch.cuda.is_available():
-        raise SystemExit("benchmarks/vision_memory.py measures the memory of a GPU, and there is none here")
-    bench = Bench("cuda", path=settings.results / "vision_memory.json", commit=settings.commit)
-    if settings.check:
-        check(bench, CASES[0], settings.patches_per_group)
-    for case in CASES:
+    if not settings.tiny and not torch.cuda.is_available():
+        raise SystemExit(
+            "benchmarks/vision_memory.py measures the memory of a GPU, and there is none here; "
+            "--tiny runs a miniature without memory"
+        )
+    path = settings.results / f"vision_memory{'_tiny' if settings.tiny else ''}.json"
+    bench = Bench("cpu" if settings.tiny else "cuda", path=path, commit=settings.commit)
+    cases = (TINY,) if settings.tiny else CASES
+    for case in cases:
         measure(bench, case, settings.patches_per_group)
         gc.collect()
-        torch.cuda.empty_cache()
+        if bench.is_gpu:
+            torch.cuda.empty_cache()
+    # Last: gradients that differ end the script, and what was measured should stay.
+    if settings.check or settings.tiny:
+        check(bench, cases[0], settings.patches_per_group)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ def test_an_arm_gives_a_row_before_and_a_row_after_its_extension(tmp_path: Path,
     script.main(
         script.Settings(
             arm="mla_rope", tiny=True, corpus="text.jsonl", steps=4, extra_steps=2, length=128, extended=256, read=512,
-            asked=(768,), texts=2, results=tmp_path / "rows.json",
+            asked=(192, 768), needles=(1, 2), texts=2, results=tmp_path / "rows.json",
         )
     )  # fmt: skip
     short, long = json.loads((tmp_path / "rows.json").read_text())
@@ -34,5 +34,8 @@ def test_an_arm_gives_a_row_before_and_a_row_after_its_extension(tmp_path: Path,
     assert long["config"]["model"]["mla"]["rope"]["factor"] == 2.0
     for row in (short, long):
         assert [bucket["to"] for bucket in row["positions"]] == [64, 128, 256, 512]
-        assert [(needle["needles"], needle["length"]) for needle in row["needles"]] == [(1, 768), (8, 768)]
+        asked = (192,) if row is short else (192, 768)
+        assert [(needle["needles"], needle["length"]) for needle in row["needles"]] == [
+            (needles, length) for needles in (1, 2) for length in asked
+        ]
     assert short["positions"][0]["nats"] != long["positions"][0]["nats"]

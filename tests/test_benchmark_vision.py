@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "vision.py"
@@ -59,9 +60,30 @@ def _asked(vision: ModuleType, kept: dict) -> list:
 def test_late_fusion_tells_the_dip_and_the_control_has_the_same_text(vision, inside):
     late = run(vision, inside, "fusion-late")
     assert late["dip"] == pytest.approx(late["after_entry"] / late["before_entry"] - 1)
+    assert [step for step, _ in late["text_curve"]] == [1, 2, 3, 4, 5] and late["entry_step"] == 4
     control = run(vision, inside, "text-only")
     assert control["vision_loss"] is None and control["tokens"] == pytest.approx(0.9 * late["tokens"])
     assert "own" not in control
+
+
+def test_mixed_frames_are_the_frames_of_the_video_in_another_order(vision):
+    config = vision.config_of(vision.Settings(arm="video", tiny=True, workers=0))
+    tokenizer = vision.Tokenizer.train([], 512)
+    rows = vision.VisionRows(config.data.vision, tokenizer, seq_len=512, seed=0, held_out=True)
+    for each in rows.examples(6, task="video"):
+        mixed = vision.frames_mixed(tokenizer, each)
+        (_, (chunks,)) = vision.pictures(each.sample)
+        frames = [frame.tobytes() for _, media in chunks for frame in np.split(media.pixels, media.grid[0])]
+        moved = [frame.tobytes() for media in mixed.media for frame in np.split(media.pixels, media.grid[0])]
+        assert sorted(moved) == sorted(frames) and moved != frames
+
+
+def test_steps_are_those_of_the_arm_unless_others_are_asked_for(vision, inside, monkeypatch):
+    monkeypatch.setattr(vision, "TINY_STEPS", 6)
+    monkeypatch.setattr(vision, "steps_for", lambda config, seconds: 4)
+    assert run(vision, inside, "text-only", steps=None)["steps"] == 6
+    assert run(vision, inside, "text-only", steps=None, seconds=9.0)["steps"] == 4
+    assert {vision.STEPS[arm] for arm in vision.STEPS if arm not in vision.KINDS} == {vision.FUSION_STEPS}
 
 
 def test_steps_fill_the_time_that_is_given(vision):
@@ -69,24 +91,55 @@ def test_steps_fill_the_time_that_is_given(vision):
     assert vision.steps_for(config, 1e-6) == vision.MEASURED_STEPS
 
 
-def test_arms_of_one_comparison_take_as_many_steps_as_the_first_of_them(vision, inside, monkeypatch):
-    monkeypatch.setattr(vision, "steps_for", lambda config, seconds: 6)
-    assert run(vision, inside, "fusion-late", steps=None, seconds=9.0)["steps"] == 6
-    monkeypatch.setattr(vision, "steps_for", lambda config, seconds: 7)
-    assert run(vision, inside, "text-only", steps=None, seconds=9.0)["steps"] == 6
-    assert run(vision, inside, "text-only", steps=None, seconds=8.0)["steps"] == 7
-    assert run(vision, inside, "scenes", steps=None, seconds=9.0)["steps"] == 7
+def test_a_dip_is_the_worst_validation_shortly_after_the_entry(vision):
+    curve = [(10, 2.0), (20, 1.5), (30, 1.8), (40, 1.4), (90, 3.0)]
+    assert vision.dip(curve, 20, 100, 10)["dip"] == pytest.approx(0.2)
+    assert vision.dip(curve, 30, 100, 10)["dip"] == pytest.approx(1.4 / 1.8 - 1)
+    assert vision.dip(curve, 95, 100, 10) == {} == vision.dip(curve, 5, 100, 10)
 
 
-@pytest.mark.parametrize("arm", ["scenes", "fusion-late", "text-only"])
-@pytest.mark.parametrize("steps", [16, 55, 600, 3000])
-def test_validation_is_rare_enough_to_cost_little_and_often_enough_to_be_a_curve(vision, arm, steps):
-    config = vision.config_of(vision.Settings(arm=arm))
+def test_the_bar_asks_for_what_parses_and_for_intervals_that_are_apart(vision):
+    assert all(vision.bar(0.95, [0.5, 0.4, 0.6], [0.3, 0.2, 0.39]).values())
+    assert not vision.bar(0.94, [0.5, 0.4, 0.6], [0.3, 0.2, 0.39])["parses"]
+    assert not vision.bar(1.0, [0.5, 0.4, 0.6], [0.31, 0.2, 0.39])["lower_against_others"]
+    assert not vision.bar(1.0, [0.5, 0.4, 0.6], [0.3, 0.2, 0.4])["lower_against_others"]
+
+
+@pytest.mark.parametrize("steps", [55, 600, 3000])
+def test_validation_is_rare_enough_to_cost_little_where_nothing_depends_on_its_curve(vision, steps):
+    config = vision.config_of(vision.Settings(arm="scenes"))
     every = vision.steps_between_validations(config, steps)
-    vision_rows = 0 if arm == "text-only" else vision.VISION_VALID_ROWS
-    validated = steps // every * (config.trainer.eval_rows + vision_rows)
+    validated = steps // every * (config.trainer.eval_rows + vision.VISION_VALID_ROWS)
     assert validated <= 0.05 * steps * config.trainer.global_batch_rows
-    assert steps < 3000 or steps // every >= 40
+
+
+@pytest.mark.parametrize("arm", ["fusion-early", "fusion-late", "text-only"])
+def test_text_is_validated_at_the_same_fifty_steps_in_all_arms_of_the_comparison(vision, arm):
+    config = vision.config_of(vision.Settings(arm=arm))
+    assert vision.steps_between_validations(config, vision.FUSION_STEPS) == vision.FUSION_STEPS // 50
+
+
+def test_icons_are_counted_with_those_left_out(vision, inside):
+    pen = 'viewBox="0 0 24 24" fill="none" stroke="black" stroke-width="2"'
+    drawings = {
+        "tabler": ["M4 4h16", "M4 9h6", "M4 4v9"],
+        "lucide": ["M4 20c9-9 9 9 16-16", "M12 12h.01", '" transform="scale(2)'],
+    }
+    records = [
+        {
+            "source": name,
+            "licence": "",
+            "name": str(i),
+            "style": "outline",
+            "svg": f'<svg {pen}><path d="{data}"/></svg>',
+        }
+        for name, each in drawings.items()
+        for i, data in enumerate(each)
+    ]
+    (inside / "icons.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    row = run(vision, inside, "icons", icons="icons.jsonl", steps=2)
+    assert row["icons"] == {"train": 3, "held_out": 2, "left_out": {"attribute transform": 1}}
+    assert row["answers_longer_than_sampled"] == 0 or row["answer_tokens"][2] > 64
 
 
 @pytest.mark.parametrize("arm", ["scenes", "icons", "html", "video"])

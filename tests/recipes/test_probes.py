@@ -54,7 +54,7 @@ def test_the_grid_writes_rows_and_does_not_repeat_them(tmp_path: Path, capsys: p
         tasks=("palindrome",), arms=("kda", "mla"), lengths=(8,), steps=2, minutes=5.0, small=True, results=results,
         set=("trainer.eval_every=1", "trainer.global_batch_rows=2", "trainer.eval_rows=2"),
     )  # fmt: skip
-    cells = benchmark.cells_of(settings)
+    cells = benchmark.next_cells(settings, [])
     rows = [benchmark.run_cell(cell, stop_at=2.0, deadline=float("inf")) for cell in cells]
     assert [row["arm"] for row in rows] == ["kda", "mla"] and all(len(row["curve"]) == 2 for row in rows)
     assert all(row["finished"] and row["ended_by"] == "steps" and 0 <= row["accuracy"] <= 1 for row in rows)
@@ -64,9 +64,48 @@ def test_the_grid_writes_rows_and_does_not_repeat_them(tmp_path: Path, capsys: p
     assert (late["finished"], late["ended_by"]) == (False, "time")
     benchmark.write_rows(results, rows, {})
     benchmark.main(settings)
-    assert "2 there already" in capsys.readouterr().out and json.loads(results.read_text())["rows"] == rows
-    other = benchmark.cells_of(replace(settings, lrs=(1e-3,)))
-    assert {benchmark.fingerprint(cell.config) for cell in other}.isdisjoint(row["fingerprint"] for row in rows)
+    assert "2 rows are there already" in capsys.readouterr().out and json.loads(results.read_text())["rows"] == rows
+    assert benchmark.next_cells(settings, rows) == []
+    assert len(benchmark.next_cells(replace(settings, lrs=(1e-3,)), rows)) == 2
+
+
+def _all_run(settings: benchmark.Settings, accuracy) -> list[tuple[int, float]]:
+    """(length, lr) of every cell that a call would run, in order, where `accuracy(length, lr)` comes out."""
+    rows, order = [], []
+    while cells := benchmark.next_cells(settings, rows):
+        cell = cells[0]
+        lr = cell.config.optimizer.lr
+        found = {"fingerprint": benchmark.fingerprint(cell.config), "finished": True, "steps": 100}
+        rows.append({**found, "accuracy": accuracy(cell.length, lr)})
+        order.append((cell.length, lr))
+    return order
+
+
+@pytest.mark.parametrize(
+    "accuracy, run",
+    [
+        (lambda length, lr: 1.0, [(256, 0.0015), (512, 0.0015), (1024, 0.0015)]),
+        (
+            lambda length, lr: 1.0 if lr == 0.005 else 0.1,
+            [(256, 0.0015), (256, 0.0005), (256, 0.005), (512, 0.005), (1024, 0.005)],
+        ),
+        (lambda length, lr: 0.3, [(256, 0.0015), (256, 0.0005), (256, 0.005)]),
+        (
+            lambda length, lr: {256: 1.0, 512: 0.7, 1024: 0.2}[length],
+            [(256, 0.0015), (512, 0.0015), (1024, 0.0015), (512, 0.0005), (512, 0.005), (1024, 0.0005), (1024, 0.005)],
+        ),
+        (
+            lambda length, lr: 1.0 if length == 256 or lr == 0.0005 else 0.2,
+            [(256, 0.0015), (512, 0.0015), (512, 0.0005), (1024, 0.0015), (512, 0.005)],
+        ),
+    ],
+    ids=["solved", "another rate", "failed", "fades", "longer needs a lower rate"],
+)
+def test_longer_rows_follow_from_shorter_ones_and_other_rates_come_last(accuracy, run) -> None:
+    settings = benchmark.Settings(tasks=("mqar",), arms=("kda",), lengths=(256, 512, 1024))
+    found = _all_run(settings, accuracy)
+    assert found[: len(run)] == run and len(found) == len(set(found))
+    assert set(found) - set(run) <= {(1024, 0.0005), (1024, 0.005)}
 
 
 def test_a_probe_has_no_corpus_to_look_at(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,9 +5,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from perilune.data.generated import SplitMix
 from perilune.data.html_guard import clean_html
 from perilune.data.raster import rasterize
 from perilune.data.scenes import ScenesConfig, ScenesError, make_sample
+from perilune.data.scenes import pages as scene_pages
 from perilune.data.scenes.prerender import main, picture_of, read_pages, write_pages
 
 PAGES = ScenesConfig(kinds=("html",), sizes=((112, 112), (168, 84)))
@@ -36,6 +38,12 @@ def test_no_box_sticks_out_of_its_page() -> None:
             x, y, width, height = shape.numbers
             assert x >= 0 and y >= 0 and width > 0 and height > 0, sample.html
             assert x + width <= sample.size[0] and y + height <= sample.size[1], sample.html
+
+
+def test_the_smallest_pages_can_be_made() -> None:
+    config = ScenesConfig(kinds=("html",), sizes=((84, 84),))
+    for seed in range(600, 700):  # 639 has a box with a border and one inside it where nothing fits
+        assert scene_pages.page(SplitMix(seed), config, (84, 84)).sample.size == (84, 84)
 
 
 def test_counts_of_boxes_are_those_of_the_source() -> None:

@@ -5,25 +5,29 @@
     a .jsonl or   one icon a line, with the fields "source" (owner/set), "licence", "name", "style" (outline, filled,
     .jsonl.zst    icons) and "svg"
 
-Every element becomes path data, scaled, rounded to whole pixels and joined in the order of the source; strokes get one
-colour, the rounded width and a round pen. What this cannot say (transforms, several colours, ellipses that are turned,
-sources longer than `icon_max_characters`) is left out and counted by reason in `IconPool.skipped`.
+Every element becomes path data, scaled and rounded to whole pixels; strokes get one colour, the rounded width and a
+round pen, and are written in one order (icon_parts.py). What this cannot say (transforms, several colours, ellipses
+that are turned, sources longer than `icon_max_characters`) is left out and counted by reason in `IconPool.skipped`.
+
+Of four training samples one is an icon as it is; the others are turned or mirrored, and of these half are put together
+from the lines of two. Held-out samples are icons as they are.
 
 Sets borrow from each other, so the test side gives way: a held-out icon whose drawing nearly equals one of training
-(see `_cells`) is dropped, and counted too.
+(see `_cells`) is dropped, and counted too. A turned or mixed drawing that nearly equals a held-out icon is not shown.
 """
 
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
 
 from perilune.data.generated import SplitMix
+from perilune.data.scenes.icon_parts import WAYS, in_order, mixed, turned
 from perilune.data.scenes.paths import PathError, Segment, flatten, parse_path, write_path
 from perilune.data.scenes.sample import Draft, Question, Sample, ScenesConfig, ScenesError
 from perilune.data.scenes.shapes import Shape, luma
@@ -69,6 +73,31 @@ class IconPool:
     train: tuple[Icon, ...]
     held_out: tuple[Icon, ...]
     skipped: tuple[tuple[str, int], ...]  # reason, count
+    held_out_drawings: "Drawings" = field(repr=False, compare=False)  # follow from held_out
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Drawings:
+    """Many drawings as the cells they pass through, float32 [n, 625]; `grown` with neighbours; `sizes` how many."""
+
+    cells: np.ndarray
+    grown: np.ndarray
+    sizes: np.ndarray
+
+    @classmethod
+    def of(cls, icons: Sequence[Icon]) -> "Drawings":
+        cells = np.stack([_cells(icon) for icon in icons])
+        return cls(cells=cells, grown=np.stack([_grown(each) for each in cells]), sizes=cells.sum(axis=1))
+
+    def near(self, icons: Sequence[Icon]) -> list[bool]:
+        """Of each icon, whether one of these drawings nearly equals it."""
+        found: list[bool] = []
+        for first in range(0, len(icons), 256):  # products of a few MB
+            asked = Drawings.of(icons[first : first + 256])
+            within = asked.cells @ self.grown.T / asked.sizes[:, None]
+            around = asked.grown @ self.cells.T / self.sizes
+            found.extend((np.minimum(within, around).max(axis=1) >= NEAR).tolist())
+        return found
 
 
 class _Unfit(ValueError):
@@ -145,7 +174,7 @@ def normalise(record: dict[str, str]) -> Icon:
         style=record["style"],
         span=span,
         stroke_width=0.0 if filled else stroke_width,
-        segments=tuple(segments),
+        segments=tuple(segments) if filled else in_order(segments),
     )
 
 
@@ -243,22 +272,21 @@ def _pool(
             f"icons {place!r} give {len(train)} for training and {len(kept)} for testing with icon_sets={sets!r}, "
             f"icon_held_out_sets={test_sets!r}, icon_styles={styles!r}: expected some of each; skipped: {dict(skipped)}"
         )
-    return IconPool(train=tuple(train.values()), held_out=kept, skipped=tuple(sorted(skipped.items())))
+    return IconPool(
+        train=tuple(train.values()),
+        held_out=kept,
+        skipped=tuple(sorted(skipped.items())),
+        held_out_drawings=Drawings.of(kept),
+    )
 
 
 def _without_near(train: dict[str, Icon], held_out: dict[str, Icon]) -> tuple[tuple[Icon, ...], int]:
     if not train or not held_out:
         return tuple(held_out.values()), 0
-    known = np.stack([_cells(icon) for icon in train.values()])
-    near_known = np.stack([_grown(cells) for cells in known])
-    sizes = known.sum(axis=1)
-    kept: list[Icon] = []
-    for icon in held_out.values():
-        cells = _cells(icon)
-        same = np.minimum(near_known @ cells / cells.sum(), known @ _grown(cells) / sizes)
-        if same.max() < NEAR:
-            kept.append(icon)
-    return tuple(kept), len(held_out) - len(kept)
+    asked = tuple(held_out.values())
+    near = Drawings.of(tuple(train.values())).near(asked)
+    kept = tuple(icon for icon, is_near in zip(asked, near) if not is_near)
+    return kept, len(asked) - len(kept)
 
 
 def _cells(icon: Icon) -> np.ndarray:
@@ -288,7 +316,10 @@ def _grown(cells: np.ndarray) -> np.ndarray:
 def icon_scene(dice: SplitMix, config: ScenesConfig, size: tuple[int, int], *, held_out: bool) -> Draft:
     """One icon as large as fits, in a dark colour on white."""
     pool = icon_pool(config)
-    icon = dice.choose(pool.held_out if held_out else pool.train)
+    known = icon = dice.choose(pool.held_out if held_out else pool.train)
+    if not held_out and dice.below(4):
+        icon = _changed(icon, pool, dice, config.icon_max_characters)
+    as_it_is = icon is known
     side = min(size)
     colour = dice.choose([c for c in config.colours if luma(c) <= MAX_LUMA] or ["black"])
     data = icon.data(side)
@@ -299,16 +330,32 @@ def icon_scene(dice: SplitMix, config: ScenesConfig, size: tuple[int, int], *, h
         shape = Shape(kind="path", path=data, fill=colour)
     picture = Picture(width=size[0], height=size[1], shapes=(shape,), round_pen=bool(icon.stroke_width))
     words = icon.name.replace("-", " ")
+    colours = Question(prompt="What colour is the icon?", answer=colour, task="colour")
+    asked: tuple[Question, ...] = (colours,)
+    if as_it_is:  # a mirrored arrow is not what its name says
+        asked = (Question(prompt=dice.choose(_ASK), answer=words, task="caption"), colours)
     sample = Sample(
         kind="icon",
         size=size,
         shapes=picture.shapes,
         svg=write_svg(picture),
-        caption=f"A {colour} icon: {words}.",
+        caption=f"A {colour} icon: {words}." if as_it_is else f"A {colour} icon.",
         origin=icon.origin,
     )
-    asked = (
-        Question(prompt=dice.choose(_ASK), answer=words, task="caption"),
-        Question(prompt="What colour is the icon?", answer=colour, task="colour"),
-    )
     return Draft(sample=sample, questions=lambda: asked[: config.max_questions])
+
+
+def _changed(icon: Icon, pool: IconPool, dice: SplitMix, longest: int) -> Icon:
+    """The icon turned, mirrored or mixed with another; itself where that comes too near to a held-out one."""
+    segments = icon.segments
+    other = dice.choose(pool.train)
+    same_pen = icon.stroke_width and (other.span, other.stroke_width) == (icon.span, icon.stroke_width)
+    if same_pen and dice.below(2):
+        segments = mixed(segments, turned(other.segments, dice.below(WAYS), icon.span), dice)
+    segments = turned(segments, dice.below(WAYS), icon.span)
+    found = replace(
+        icon, segments=in_order(segments) if icon.stroke_width else segments, style=f"{icon.style}, changed"
+    )
+    if len(found.data(GRID)) > longest or any(pool.held_out_drawings.near([found])):
+        return icon
+    return found

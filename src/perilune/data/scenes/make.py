@@ -21,7 +21,7 @@ from perilune.data.scenes.sample import Draft, Sample, SampleKind, ScenesConfig
 from perilune.data.scenes.svg import write_svg
 from perilune.data.scenes.writing import text_scene
 
-VERSION = 1  # part of cache keys: raise it when any sample changes
+VERSION = 2  # part of cache keys: raise it when any sample changes
 HELD_OUT_IN = 8
 
 Maker = Callable[[SplitMix, ScenesConfig, tuple[int, int]], Draft]

@@ -141,8 +141,8 @@ def _card(
     border = dice.choose((0, 1, 2, 3))
     border_colour = _visible(dice, config, ground, colour) if border else ""
     inner: list[PageBox] = []
-    if nested:
-        room_x, room_y = width - 2 * border, height - 2 * border
+    room_x, room_y = width - 2 * border, height - 2 * border
+    if nested and min(room_x, room_y) >= 12:  # a box of 4 pixels with 4 on each side of it
         wide, tall = dice.between(room_x // 3, room_x - 8), dice.between(room_y // 3, room_y - 8)
         left, top = dice.between(4, room_x - wide - 4), dice.between(4, room_y - tall - 4)
         child = _visible(dice, config, colour)
