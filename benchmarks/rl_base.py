@@ -1,7 +1,8 @@
 """The models that the experiments of benchmarks/rl_experiments.py start from: a base for each attention, and three arms
 of fine-tuning. Each step is one call, skipped when its result is there, and gone on with when it was cut off.
 
-    python benchmarks/rl_base.py base --corpus .cache/corpus --seconds 300      the hybrid 3:1
+    python benchmarks/rl_base.py prepare --corpus .cache/corpus                 texts and dialogues; needs no GPU
+    python benchmarks/rl_base.py base --corpus .cache/corpus                    the hybrid 3:1
     python benchmarks/rl_base.py base --pattern mla --corpus .cache/corpus      all MLA, as many steps
     python benchmarks/rl_base.py sft --kind zero_vision                         also text_image, none
     python benchmarks/rl_base.py pack --name base-hybrid --pieces FOLDER        weights as small files
@@ -13,13 +14,16 @@ captions, counts, boxes, places and colours, the others are text of the corpus a
 pictures as code belong to pre-training, as in Kimi K2.5; chat, and in the arm zero_vision what is done to pictures in
 it, is learnt from text alone. A second base takes as many steps as the first that is in --out.
 
+Steps are fixed numbers, never what a busy card leaves time for. How often each source is read is printed; no text is
+read more than MAX_EPOCHS times, and pictures are new without end.
+
 Runs lie in --out as ordinary run folders (`perilune chat OUT/sft-hybrid-zero_vision`). `pack` writes the weights in
 bfloat16, losslessly compressed, in files of at most 15 MiB; `unpack` makes a run folder of them. A row for every model
 goes to benchmarks/results/rl_base.json.
 """
 
 import json
-import tempfile
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -48,8 +52,12 @@ from perilune.train.trainer import pick_device
 
 Pattern = Literal["hybrid", "mla"]
 PATTERNS: tuple[Pattern, ...] = ("hybrid", "mla")
-TASKS = ("svg", "caption", "count", "box", "spatial", "colour")
-MEASURED_STEPS = 12
+TASKS = (*("svg",) * 4, "caption", "count", "box", "spatial", "colour")
+"""What is asked about a picture: its SVG as often as all else together, which is three of four tokens."""
+BASE_STEPS = 600
+"""Of 64 rows with 1024 tokens: 39M tokens, half of them with pictures."""
+MAX_EPOCHS = 4.0
+"""More readings of the same text teach it by heart."""
 SAVES = 8
 """Of one training: a call that is cut off loses an eighth."""
 PIECE_BYTES = 15 << 20
@@ -58,27 +66,26 @@ KEY = ("name", "seed", "tiny")
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    step: tyro.conf.Positional[Literal["base", "sft", "pack", "unpack", "all"]]
+    step: tyro.conf.Positional[Literal["prepare", "base", "sft", "pack", "unpack", "all"]]
     pattern: Pattern = "hybrid"
     kind: Kind = "zero_vision"
     name: str = ""
     """For pack and unpack: base-PATTERN or sft-PATTERN-KIND."""
     out: Path = Path("runs/rl")
     pieces: Path = Path("pieces")
-    seconds: float = 300.0
-    """For the training of a base; preparing text and pictures comes on top."""
     steps: int | None = None
-    """Of a base, in place of --seconds."""
+    """None: BASE_STEPS for a base, --epochs for fine-tuning."""
     corpus: str = "stdlib"
     """Text of the base: a path, stdlib or generated."""
-    megabytes: float = 40.0
-    """Of it that are read."""
-    texts: int = 30_000
-    """Generated documents beside it."""
+    megabytes: float = 32.0
+    """Of it that are read: 9.4M tokens."""
+    texts: int = 64_000
+    """Generated documents beside it: 9.5M tokens."""
     share: float = 0.5
     """Of the base's rows, with pictures."""
-    dialogues: int = 16_000
+    dialogues: int = 24_000
     epochs: float = 2.0
+    """Of the dialogues."""
     workers: int = 12
     """Processes that make pictures."""
     seed: int = 0
@@ -95,11 +102,11 @@ class Settings:
 
 def corpus_file(settings: Settings) -> Path:
     """Text of the corpus and generated text in one file, written once: both bases read the same."""
-    path = settings.out / f"texts-{settings.seed}.jsonl"
+    path = settings.out / f"texts-{settings.megabytes:g}-{settings.texts}-{settings.seed}.jsonl"
     if path.exists():
         return path
     settings.out.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
     with partial.open("w", encoding="utf-8") as file:
         for number, (name, text) in enumerate(_documents(settings)):
             split = "valid" if number % 50 == 0 else "train"
@@ -165,23 +172,19 @@ def tiny(run: RunConfig) -> RunConfig:
     )  # fmt: skip
 
 
-def steps_for(config: RunConfig, seconds: float) -> int:
-    """Optimizer steps that fit, from the last tokens per second of a few."""
-    few = replace(config, trainer=replace(config.trainer, steps=MEASURED_STEPS, log_every=1))
-    with tempfile.TemporaryDirectory() as folder:
-        rate = train(few, runs_folder=folder, quiet=True)["tokens_per_s"] or 1.0
-    return max(MEASURED_STEPS, int(seconds * rate / (config.trainer.global_batch_rows * config.data.seq_len)))
-
-
 def make_base(settings: Settings) -> None:
     began = time.monotonic()
     config = base_config(settings, corpus_file(settings))
-    prepared = time.monotonic() - began
-    say(f"{config.name}: texts are there")
     config = with_steps(config, base_steps(settings, config), warmup_share=10)
-    summary, seconds = trained(settings, config)
+    data = open_data(config.data, seed=config.seed)
+    epochs = text_epochs(config, data)
+    prepared = time.monotonic() - began
+    say(f"{config.name}: texts are there and will be read {epochs:.2f} times, pictures are new without end")
+    checked_epochs(epochs, "texts", "raise --texts or --megabytes, or lower --steps")
+    summary, seconds = trained(settings, config, data)
     row = {
         "prepared_seconds": round(prepared, 1),
+        "text_epochs": round(epochs, 3),
         "text_bits_per_byte": summary["valid_bits_per_byte"],
         "vision_loss": summary.get("valid_vision_loss"),
     }
@@ -189,17 +192,27 @@ def make_base(settings: Settings) -> None:
 
 
 def base_steps(settings: Settings, config: RunConfig) -> int:
-    """As told; else those of the training that was begun, or of the other base; else as many as the time allows."""
+    """As told; else those of the training that was begun, or of the other base; else BASE_STEPS."""
     if settings.steps:
         return settings.steps
     others = [f"base-{pattern}" for pattern in PATTERNS if pattern != settings.pattern]
     known = [settings.out / name for name in others if is_there(settings.out, name)]
     if saved_step(settings.out / config.name) and not settings.again:
         known = [settings.out / config.name]
-    if known:
-        return read_config(known[0]).trainer.steps
-    say(f"{config.name}: {MEASURED_STEPS} steps to see how long one takes")
-    return steps_for(config, settings.seconds)
+    return read_config(known[0]).trainer.steps if known else BASE_STEPS
+
+
+def text_epochs(config: RunConfig, data: RunData) -> float:
+    """How often a base reads each of its texts."""
+    fusion = config.fusion()
+    rows = config.trainer.steps * config.trainer.global_batch_rows
+    pictures = 0 if fusion is None else fusion.vision_before(rows)
+    return (rows - pictures) / data.train.rows_per_epoch
+
+
+def checked_epochs(epochs: float, name: str, fix: str) -> None:
+    if epochs > MAX_EPOCHS:
+        raise SystemExit(f"the {name} would be read {epochs:.1f} times, expected at most {MAX_EPOCHS:g}: {fix}")
 
 
 def with_steps(config: RunConfig, steps: int, *, warmup_share: int) -> RunConfig:
@@ -225,14 +238,14 @@ def trained(settings: Settings, config: RunConfig, data: RunData | None = None) 
 # Fine-tuning ----------------------------------------------------------------------------------------------------------
 
 
+def dialogues_file(settings: Settings, kind: Kind) -> Path:
+    path = settings.out / f"dialogues-{kind}-{settings.dialogues}-{settings.seed}.jsonl"
+    return path if path.exists() else write_dialogues(kind, path, count=settings.dialogues, seed=settings.seed)
+
+
 def make_arm(settings: Settings) -> None:
     """The base of `pattern` after dialogues of `kind`."""
-    source = write_dialogues(
-        settings.kind,
-        settings.out / f"dialogues-{settings.kind}-{settings.seed}.jsonl",
-        count=settings.dialogues,
-        seed=settings.seed,
-    )
+    source = dialogues_file(settings, settings.kind)
     config = sft(settings.out / f"base-{settings.pattern}", sources=(str(source),))
     rows = max(1, min(16, config.trainer.global_batch_rows))
     trainer = replace(config.trainer, global_batch_rows=rows, micro_batch_rows=rows, eval_every=0, report=False)
@@ -242,8 +255,12 @@ def make_arm(settings: Settings) -> None:
     assert isinstance(lessons, ChatRows)
     steps = settings.steps or max(1, round(settings.epochs * lessons.num_rows / rows))
     config = with_steps(config, steps, warmup_share=4)
+    epochs = steps * rows / lessons.num_rows
+    say(f"{config.name}: {lessons.num_dialogues:,} dialogues will be read {epochs:.2f} times")
+    checked_epochs(epochs, "dialogues", "raise --dialogues, or lower --epochs or --steps")
     summary, seconds = trained(settings, config, data)
     row = {
+        "epochs": round(epochs, 3),
         "dialogues": lessons.num_dialogues,
         "with_pictures": lessons.num_with_pictures,
         "left_out": lessons.broken.count,
@@ -353,6 +370,10 @@ def main(settings: Settings) -> None:
             return
         for path in pack(settings.out / settings.name, settings.pieces):
             print(f"{path} {path.stat().st_size / 2**20:.1f} MiB")
+        return
+    if settings.step == "prepare":
+        for path in (corpus_file(settings), *(dialogues_file(settings, kind) for kind in KINDS)):
+            say(f"{path} {path.stat().st_size / 1e6:.1f} MB")
         return
     steps = [settings]
     if settings.step == "all":

@@ -96,6 +96,11 @@ def _between(pairs: Sequence[tuple[Row, ...]], environment: str) -> Interval:
     )
 
 
+def _levels(row: Row) -> str:
+    """How hard the tasks of an arm were (rl_levels.py)."""
+    return ", ".join(f"{name} {level}" for name, level in sorted(row.get("levels", {}).items())) or "not said"
+
+
 def _average(values: Sequence[float]) -> float:
     return float(np.mean(values))
 
@@ -117,10 +122,12 @@ def _bar(found: Rows, name: str, bar: str, arms: Sequence[str], say: Callable[[l
     if not pairs:
         return name, bar, found.missing(*arms) or f"{MISSING}: no seed has all of {', '.join(arms)}", None
     steps = {row["iterations"] for rows in pairs for row in rows}
+    levels = {_levels(row) for rows in pairs for row in rows}
     said, met = say(pairs)
     seeds = f"; {len(pairs)} seeds" if len(pairs) > 1 else ""
     unequal = f"; iterations differ: {sorted(steps)}" if len(steps) > 1 else ""
-    return name, bar, said + seeds + unequal, met
+    unlike = f"; levels differ: {' | '.join(sorted(levels))}" if len(levels) > 1 else ""
+    return name, bar, said + seeds + unequal + unlike, met
 
 
 def _vision(found: Rows) -> list[Bar]:
@@ -268,7 +275,8 @@ def _arm_lines(rows: Sequence[Row]) -> list[str]:
                 f"{before['reward']['mean']:.3f} | {after['reward']['mean']:.3f} | "
                 f"{before['length']:.0f} -> {after['length']:.0f} |"
             )
-    return lines
+    levels = sorted({_levels(row) for row in rows})
+    return [*lines, f"\nLevels of the tasks: {' | '.join(levels)}."] if levels else lines
 
 
 def _throughput(path: Path) -> list[str]:

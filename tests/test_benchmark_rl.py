@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from perilune.data.scenes import parse_svg
 from perilune.rl.environments.calculator import evaluate
 from tests.peers import torchvision_stub
 
@@ -128,6 +129,25 @@ def test_a_second_base_takes_the_steps_of_the_first(scripts, models: Path, monke
     assert config.trainer.steps == 3 and set(config.model.layer_pattern()) == {"mla"}
 
 
+def test_text_that_would_be_read_too_often_is_refused_before_training(
+    scripts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scripts.base, "train", lambda *_, **__: pytest.fail("it was refused too late"))
+    small = {"tiny": True, "texts": 40, "megabytes": 0.02, "corpus": "generated", "workers": 0, "out": tmp_path}
+    with pytest.raises(SystemExit, match=r"the texts would be read \d+\.\d times, expected at most 4: raise --texts"):
+        scripts.base.make_base(scripts.base.Settings(step="base", steps=2000, **small))
+
+
+def test_what_is_prepared_is_read_by_the_trainings(scripts, tmp_path: Path, capsys) -> None:
+    settings = scripts.base.Settings(step="prepare", tiny=True, out=tmp_path, dialogues=16)
+    scripts.base.main(settings)
+    made, said = sorted(tmp_path.glob("*.jsonl")), capsys.readouterr().out
+    assert len(made) == 4 and all(str(path) in said for path in made)
+    made[0].write_text("{}\n")
+    scripts.base.main(settings)
+    assert made[0].read_text() == "{}\n"  # what is there is left alone
+
+
 def test_a_base_that_was_cut_off_goes_on_by_the_same_command(
     scripts, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
@@ -146,7 +166,6 @@ def test_a_base_that_was_cut_off_goes_on_by_the_same_command(
         scripts.base.main(replace(settings, steps=4))
     assert not scripts.base.is_there(tmp_path, "base-hybrid") and not (tmp_path / "rl_base.json").exists()
     monkeypatch.setattr(scripts.base, "train", train)
-    monkeypatch.setattr(scripts.base, "steps_for", lambda *_: pytest.fail("how long a step takes is known"))
     small = {"texts": 120, "megabytes": 0.1, "corpus": "generated", "workers": 0}
     capsys.readouterr()
     scripts.base.make_base(replace(settings, **small))
@@ -227,27 +246,80 @@ def test_arms_without_pictures_and_with_several_environments_give_rows(scripts, 
 
 
 def test_each_environment_takes_the_hardest_level_that_the_model_earns_enough_on(scripts) -> None:
-    assert scripts.levels.hardest({1: 0.9, 2: 0.5, 3: 0.1}) == 2
-    assert scripts.levels.hardest({1: 0.2, 2: 0.1, 3: 0.0}) == 1
-    assert scripts.levels.hardest({1: 0.9, 2: 0.1, 3: 0.4}) == 3
-    with pytest.raises(ValueError, match="sums has level 7, expected one of 1, 2, 3"):
-        scripts.levels.Levels(sums=7)
+    def hardest(name: str, *rewards: float, sampled: float = 0.2) -> int:
+        found = {level: {"reward": reward, "sampled": sampled / level} for level, reward in enumerate(rewards, 1)}
+        return scripts.levels.hardest(name, found)
+
+    assert hardest("tools", 0.9, 0.5, 0.1) == 2 and hardest("sums", 0.9, 0.4, 0.1) == 1
+    assert hardest("tools", 0.2, 0.1, 0.0) == 1
+    assert hardest("tools", 0.9, 0.1, 0.4, sampled=0.6) == 3
+    assert hardest("drawing", 0.9, 0.8, 0.7, 0.45, 0.31, sampled=0.6) == 5
+    assert hardest("drawing", 0.9, 0.8, 0.7, 0.45, 0.31) == 2  # above, hardly a sample earns anything
+    for given, known in (({"sums": 7}, "1, 2, 3"), ({"drawing": 6}, "1, 2, 3, 4, 5")):
+        ((name, level),) = given.items()
+        with pytest.raises(ValueError, match=f"{name} has level {level}, expected one of {known}"):
+            scripts.levels.Levels(**given)
+
+
+def test_every_level_of_drawing_has_its_number_of_shapes_and_room_for_the_longest_source(scripts, models: Path) -> None:
+    _, tokenizer, _ = scripts.base.load_run(models / "base-hybrid")
+    for level, (few, many) in scripts.levels.SHAPES.items():
+        for ask in ("picture", "words", "shuffled"):
+            made = scripts.levels.drawing(level, ask)
+            for number in range(4):
+                source = made.task(number, "train").data["svg"]
+                assert few <= len(parse_svg(source).shapes) <= many
+        # A tokenizer of 640 words needs more tokens than the one of 4096.
+        assert len(tokenizer.encode(source)) < 2 * made.max_tokens
+
+
+def test_a_start_without_room_is_warned_about(scripts, capsys) -> None:
+    seen = {"sampled": 0.5, "length": 50.0, "shortest": 20.0, "longest": 90.0}
+    found = {"drawing": {level: seen | {"reward": 0.95} for level in range(1, 6)}}
+    scripts.levels.tell(found, scripts.levels.Levels(drawing=4))
+    said = capsys.readouterr().out
+    assert "* drawing 4: reward 0.950 greedy" in said
+    assert "WARNING: drawing starts on level 4 at 0.950 greedy" in said and "little is left to gain" in said
+    for more, warned in (({"reward": 0.5}, False), ({"reward": 0.2}, True), ({"reward": 0.5, "sampled": 0.01}, True)):
+        found["drawing"][4] = seen | more
+        scripts.levels.tell(found, scripts.levels.Levels(drawing=4))
+        assert ("too little to learn from" in capsys.readouterr().out) == warned
+
+
+@pytest.fixture
+def short_answers(scripts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An untrained model never ends: tasks of every level allow a few tokens."""
+    whole = scripts.levels.environment_of
+    monkeypatch.setattr(scripts.levels, "environment_of", lambda *given: replace(whole(*given), max_tokens=4))
 
 
 def test_levels_are_chosen_once_for_all_arms_of_a_folder(
-    scripts, models: Path, monkeypatch: pytest.MonkeyPatch
+    scripts, models: Path, short_answers: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     experiments = scripts.experiments
-    monkeypatch.setattr(scripts.levels, "TASKS", 1)
-    settings = experiments.Settings(arm="sums", out=models, sequences=8, memory_gib=0.25, max_length=1024)
+    settings = experiments.Settings(arm="sums", out=models, sequences=8, memory_gib=0.25, max_length=1024, played=1)
     chosen = experiments.levels_of(settings, torch.device("cpu"))
-    assert chosen == scripts.levels.Levels(sums=1, tools=1)  # an untrained model solves none
-    kept = json.loads((models / "levels-0.json").read_text())
-    assert set(kept["rewards"]) == {"sums", "tools"} and set(kept["rewards"]["tools"]) == {"1", "2", "3"}
-    monkeypatch.setattr(experiments, "choose_levels", lambda *_: pytest.fail("they were chosen already"))
+    assert chosen == scripts.levels.Levels(drawing=1, sums=1, tools=1)  # an untrained model solves none
+    kept = json.loads((models / "levels.json").read_text())
+    assert set(kept["found"]) == {"drawing", "sums", "tools"} and set(kept["found"]["tools"]) == {"1", "2", "3"}
+    monkeypatch.setattr(experiments, "choose_levels", lambda *_, **__: pytest.fail("they were chosen already"))
     assert experiments.levels_of(replace(settings, arm="vision"), torch.device("cpu")) == chosen
     told = experiments.levels_of(replace(settings, sums_level=3), torch.device("cpu"))
-    assert told == scripts.levels.Levels(sums=3, tools=1)
+    assert told == scripts.levels.Levels(drawing=1, sums=3, tools=1)
+
+
+def test_a_probe_tells_every_level_and_chooses_for_arms_to_come_by_one_model_alone(
+    scripts, models: Path, short_answers: None, tmp_path: Path, capsys
+) -> None:
+    (tmp_path / "sft-hybrid-zero_vision").symlink_to(models / "sft-hybrid-zero_vision")
+    (tmp_path / "sft-hybrid-none").symlink_to(models / "sft-hybrid-zero_vision")
+    settings = scripts.experiments.Settings(arm="probe", out=tmp_path, tiny=True, played=1)
+    scripts.experiments.main(replace(settings, start="hybrid-none"))
+    assert "drawing 5: reward" in capsys.readouterr().out and not (tmp_path / "levels.json").exists()
+    scripts.experiments.main(settings)
+    said = capsys.readouterr().out
+    assert said.count(": reward") == 5 + 3 + 3 and said.count("  * ") == 3
+    assert scripts.levels.kept_levels(tmp_path / "levels.json") == scripts.levels.Levels(drawing=1, sums=1, tools=1)
 
 
 def test_an_arm_without_its_model_says_what_to_run(scripts, tmp_path: Path) -> None:
@@ -277,7 +349,7 @@ def test_a_lost_episode_leaves_a_gap_in_the_rewards_of_its_arm(scripts) -> None:
     settings = experiments.Settings(arm="sums", evaluated=3)
     numbers = experiments._numbers(experiments.Arm(trained={}, evaluated={"sums": sums}), settings, found)
     assert numbers["sums"]["rewards"] == [0.1, None, 0.3]
-    pictures = experiments.PICTURES
+    pictures = scripts.levels.drawing(2)
     shuffled = experiments.replace(pictures, ask="shuffled")
     assert experiments.task_of(pictures.task(5, "test").name) == experiments.task_of(shuffled.task(5, "test").name)
 
@@ -341,6 +413,17 @@ def test_a_bar_that_is_missed_is_said_to_be(scripts) -> None:
     found = {bar: met for _, bar, _, met in scripts.report.bars(scripts.report.Rows(rows))}
     assert found["reward +0.15"] is False and found[">= 90% of the text+image arm"] is False
     assert found[">= 20% fewer tokens, <= 0.01 lost"] is False
+
+
+def test_arms_with_tasks_of_different_levels_are_said_to_differ(scripts, tmp_path: Path) -> None:
+    rows = [made_row("sums", 0.5, 0.8) | {"levels": {"sums": 2}}, made_row("sums-toggle", 0.5, 0.8, length=70)]
+    rows[1]["levels"] = {"sums": 3}
+    (said,) = [said for name, _, said, _ in scripts.report.bars(scripts.report.Rows(rows)) if name == "4. Toggle"]
+    assert said.endswith("levels differ: sums 2 | sums 3")
+    rows[1]["levels"] = {"sums": 2}
+    scripts.rows.add_rows(tmp_path / "rl.json", rows, key=scripts.experiments.KEY)
+    text = scripts.report.write_report(tmp_path / "rl.json", tmp_path / "none.json")
+    assert "levels differ" not in text and "Levels of the tasks: sums 2." in text
 
 
 def test_rows_are_merged_by_their_key(scripts, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 from perilune.data.scenes import ScenesConfig
 from perilune.rl.environment import Message, Split, Talk, Task
 from perilune.rl.environments.drawing import Drawing
-from perilune.rl.judge_processes import JudgeFailed, JudgeProcesses, judged_apart
+from perilune.rl.judge_processes import JudgeFailed, JudgeProcesses, cores, judged_apart
 
 DRAWING = Drawing(scenes=ScenesConfig(sizes=((56, 56),), max_shapes=2))
 SECONDS = 60.0
@@ -106,3 +106,10 @@ def test_a_judging_process_imports_no_torch() -> None:
     program = "import sys, perilune.rl.judge_processes, perilune.rl.environments.drawing; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="this system does not bind processes to cores")
+def test_a_run_that_may_use_some_cores_counts_those(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 2, 5})
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    assert cores() == 3

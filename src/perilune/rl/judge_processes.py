@@ -29,7 +29,7 @@ from typing import IO, Any
 from perilune.rl.environment import Environment, Message, Task, judged
 
 MOST = 16
-"""Processes; fewer where there are fewer cores."""
+"""Processes; fewer where there are fewer cores, or where this process may use few (taskset)."""
 
 
 class JudgeFailed(RuntimeError):
@@ -56,7 +56,12 @@ def judged_apart(
 @cache
 def judge_processes() -> "JudgeProcesses":
     """Those of this process."""
-    return JudgeProcesses(max(1, min(MOST, (os.cpu_count() or 1) - 1)))
+    return JudgeProcesses(max(1, min(MOST, cores() - 1)))
+
+
+def cores() -> int:
+    """That this process may run on: runs side by side on one machine are given some each."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class JudgeProcesses:
