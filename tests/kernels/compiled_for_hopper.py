@@ -123,24 +123,39 @@ def compiled_launches() -> list[tuple[str, Any]]:
 
 def residuals() -> None:
     """The forward of a network of two blocks."""
+    _blocks([2, 2, 1])
+
+
+def many_residuals() -> None:
+    """That of a deep one: so many queries that a product may take all warps of a group."""
+    _blocks([4] * 10 + [1])
+
+
+def _blocks(sizes: list[int]) -> None:
     import torch
 
     from perilune.kernels.attnres.triton import Bank, Carried, triton_merge_norm, triton_open
 
     width, tokens = 384, 16384
-    queries, weight = torch.zeros(5, width), torch.ones(width)
+    queries, weight = torch.zeros(sum(sizes), width), torch.ones(width)
     embedding = torch.zeros(tokens, width, dtype=torch.bfloat16)
     norms = {"eps": 1e-6, "norm_eps": 1e-6}
-    bank, running, sizes = Bank(), Carried(embedding), [2, 2, 1]
-    pending = None
+    bank, running, pending = Bank(), Carried(embedding), None
     with torch.no_grad():
-        for block in range(3):
+        for block in range(len(sizes)):
             bank, normed, mixes, log_sums = triton_open(
-                bank, running, pending, queries, weight, sizes=sizes[block:], all_queries=5, **norms
+                bank, running, pending, queries, weight, sizes=sizes[block:], all_queries=sum(sizes), **norms
             )
-            if block < 2:
+            if block < len(sizes) - 1:
                 running, pending = triton_merge_norm(
-                    None, normed, mixes[0], log_sums[0], queries[2 * block + 1], weight, num_sources=block + 1, **norms
+                    None,
+                    normed,
+                    mixes[0],
+                    log_sums[0],
+                    queries[sum(sizes[:block]) + 1],
+                    weight,
+                    num_sources=block + 1,
+                    **norms,
                 )
 
 
@@ -159,7 +174,7 @@ def attention() -> None:
 def main() -> None:
     kernels = compiled_launches()
     for name in sys.argv[1:]:
-        {"residuals": residuals, "attention": attention}[name]()
+        {"residuals": residuals, "many_residuals": many_residuals, "attention": attention}[name]()
     for name, compiled in kernels:
         code = disassembled(compiled.asm["cubin"])
         products = [product for product in map(PRODUCT.search, code.splitlines()) if product is not None]

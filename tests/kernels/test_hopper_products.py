@@ -72,6 +72,14 @@ def test_sums_of_a_block_are_never_read_from_registers(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+def test_neither_are_those_of_a_deep_network(tmp_path: Path) -> None:
+    kernels = compiled(tmp_path, "many_residuals")
+    of_sources = [kernel for kernel in kernels if kernel["kernel"] == "source_forward"]
+    assert len(of_sources) >= 3 and not any(kernel["from_registers"] for kernel in of_sources)
+    assert not any(kernel["overwritten"] for kernel in kernels)
+
+
+@pytest.mark.long
 def test_packed_attention_waits_for_products_before_it_overwrites_their_registers(tmp_path: Path) -> None:
     kernels = compiled(tmp_path, "attention")
     assert {"forward_kernel", "keys_kernel", "queries_kernel"} <= {kernel["kernel"] for kernel in kernels}

@@ -111,12 +111,26 @@ def test_a_far_point_has_no_influence_and_a_near_one_that_of_finite_differences(
             assert influence[tuple(where)] == 0
 
 
-def test_an_arm_without_a_point_near_the_curve_is_fitted_all_the_same() -> None:
-    points = _points(sd=0.002)
-    points = [point for point in points if point.arm != "b" or point.rung == "w128"]
-    points = _moved(_moved(points, 0.9, arm="b", horizon="short"), -0.2, arm="b", horizon="long")
-    fit = _fit(points)
-    assert math.isfinite(fit.arm("b").rho.value) and fit.arm("b").rho.low is not None
+def test_an_arm_without_a_point_near_the_curve_keeps_the_influence_of_its_far_ones() -> None:
+    jacobian = np.array([[1.0, 0.0], [1.0, 0.0], [1.0, 1.0], [1.0, 1.0]])
+    found = curve._influence(jacobian, np.array([0.0, 0.01, 3 * FAR, -3 * FAR]))
+    np.testing.assert_allclose(found @ jacobian, np.eye(2), atol=1e-12)
+    np.testing.assert_allclose(found[1], [-0.5, -0.5, 0.5, 0.5], atol=1e-12)
+    near = curve._influence(jacobian, np.array([0.0, 0.01, 0.0, 3 * FAR]))
+    np.testing.assert_allclose(near[1], [-0.5, -0.5, 1.0, 0.0], atol=1e-12)
+
+
+def test_a_horizon_that_shows_nothing_of_the_curve_is_named() -> None:
+    points = [point for point in _points() if point.horizon == "short" or (point.arm, point.rung) == ("a", "w128")]
+    points = [point for point in points if point.arm != "a" or point.rung == "w128"]
+    with pytest.raises(ValueError, match="the horizon 'long' was run on one rung"):
+        _fit(points)
+
+
+def test_a_horizon_without_repeated_seeds_is_said_to_have_the_noise_of_the_others() -> None:
+    points = [point for point in _points(sd=0.002) if point.horizon == "short" or point.seed == 0]
+    assert "no seed was repeated at long: it has the noise of the other horizons" in _fit(points).notes
+    assert not any("no seed was repeated" in note for note in _fit(_points(sd=0.002)).notes)
 
 
 @given(seed=st.integers(0, 10_000), sd=st.floats(0, LIMIT / 4))

@@ -89,6 +89,23 @@ def test_an_arm_of_one_rung_is_fitted_and_not_predicted(folder: Path):
     assert {each.arm for each in made.predicted} == {"none", "muon", "attnres", "all"}
 
 
+def test_an_arm_whose_pairs_are_all_unsettled_is_named_and_the_others_are_fitted(folder: Path):
+    ladder = together()
+    for result in write_synthetic(ladder, folder, rho=RHO):
+        path = folder / "results" / f"{result.rung}+{result.arm}+{result.seed}+{result.horizon}.json"
+        if result.arm == "linear" and (result.rung, result.horizon) != ("w128", "10x"):
+            path.unlink()
+        elif (result.arm, result.rung, result.horizon, result.seed) == ("none", "w128", "10x", 1):
+            path.write_text(path.read_text().replace(f'"loss": {result.loss}', f'"loss": {result.loss + 1}'))
+    evidence = read_evidence(ladder, folder)
+    assert evidence.fit is not None and {arm.arm for arm in evidence.fit.arms} == {"muon", "attnres", "all"}
+    assert not evidence.fit.combinations
+    assert any(note.startswith("w128 at 10x is not settled: seeds of none") for note in evidence.notes)
+    assert any(note.startswith("linear is not fitted") for note in evidence.notes)
+    made = prediction.predict(ladder, evidence.fit, evidence.results, commit="")
+    assert not any(name.startswith("w128") and name.endswith("10x") for name in made.losses)
+
+
 def test_a_held_out_run_without_or_before_its_prediction_is_called_that(folder: Path):
     ladder = together()
     write_synthetic(ladder, folder, rho=RHO)

@@ -26,7 +26,7 @@ _FLOOR_SHARES = np.array([0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 
 _MAX_STEPS = 200
 _ROUNDS = 5
 LIMIT = 0.03
-"""Nats; several times the noise of a run. A point further off the curve pulls as if it were that far off."""
+"""Nats; more than the noise of a run. A point further off the curve pulls as if it were that far off."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,6 +188,8 @@ def _pseudo_inverse(jacobian: Array) -> Array:
     if len(jacobian) < jacobian.shape[1]:
         raise ValueError("fewer points than parameters of the curve: add rungs, or give the floor E")
     scale = np.sqrt((jacobian * jacobian).sum(axis=0))
+    if not scale.all():
+        raise ValueError("a parameter of the curve has no point that shows it: add rungs, or leave its arm out")
     left, singular, right = np.linalg.svd(jacobian / scale, full_matrices=False)
     if singular[-1] < 1e-10 * singular[0]:
         raise ValueError("these points cannot tell the curve's parameters apart: add rungs, or give the floor E")

@@ -92,14 +92,14 @@ def fit_what_is_there(
     ladder: Ladder, results: Sequence[Result], speeds: Speeds, *, floor: float | None, seed_sd: float | None
 ) -> tuple[LadderFit | None, list[str]]:
     """The fit of every arm that has a pair, and what to say about it."""
-    found, notes = points(ladder, results, speeds), list[str]()
+    there = points(ladder, results, speeds)
+    found, notes = settled(there)
     base = {(p.rung, p.horizon, p.seed) for p in found if p.arm == ladder.baseline.name}
     paired = {p.arm for p in found if (p.rung, p.horizon, p.seed) in base}
     for arm in ladder.arms:
-        if any(p.arm == arm.name for p in found) and arm.name not in paired:
+        if any(p.arm == arm.name for p in there) and arm.name not in paired:
             notes.append(f"{arm.name} is not fitted: the baseline has no run with the same rung, horizon and seed")
-    found, unsettled = settled([point for point in found if point.arm in paired])
-    notes += unsettled
+    found = [point for point in found if point.arm in paired]
     combinations = {name: singles for name, singles in ladder.combinations.items() if {name, *singles} <= paired}
     if not found:
         return None, [*notes, "no fit: the baseline has no results yet"]

@@ -4,7 +4,7 @@
 
 (shared exponents with one factor per method: arXiv 2602.07712; separate fits per method are ill-conditioned.)
 
-1. The curve (E, A_h, a) by least squares over all points (curve.py).
+1. The curve (E, A_h, a) by least squares, Huber's loss for far points, over all arms of several rungs (curve.py).
 2. rho of an arm from paired differences alone, d = L_baseline - L_arm at the same rung, horizon and seed: on the curve
    d = g_h(C_baseline) - rho^-a g_h(C_arm) with g_h = A_h C^-a, which is linear in rho^-a. To first order
    ln rho = d / |dL/dlnC|. The same over the pairs of one rung gives that rung's rho; the slope of these over ln C is
@@ -149,6 +149,12 @@ def _mean_noise(
     repeated = present[0].any(axis=-1).sum(axis=1) > 1
     num_averaged = 1 / float(np.mean(1 / complete.sum(axis=0)[repeated if repeated.any() else slice(None)]))
     if degrees > 0:
+        most = np.isfinite(averaged).sum(axis=1).max(axis=0)
+        notes += [
+            f"no seed was repeated at {name}: it has the noise of the other horizons"
+            for name, count in zip(losses.horizons, most)
+            if count == 1
+        ]
         return Noise(covariance=covariance, degrees_of_freedom=degrees, source="seeds"), num_averaged
     size = len(losses.horizons)
     if seed_sd is not None:

@@ -116,6 +116,12 @@ def check_identifiable(losses: Losses, floor: float | None) -> None:
         )
     if rungs == 2 and floor is None:
         raise ValueError("two rungs cannot tell the floor E from the exponent: give the floor, floor=0.0 for none")
+    for horizon, name in enumerate(losses.horizons):
+        if not losses.shaping[..., horizon].any():
+            raise ValueError(
+                f"the horizon {name!r} was run on one rung of each arm only, and not by the baseline "
+                f"{losses.arms[0]!r}: nothing shows its place on the curve"
+            )
     for arm in range(1, len(losses.arms)):
         if not np.isfinite(losses.gains(arm)).any():
             raise ValueError(

@@ -17,7 +17,8 @@ from pathlib import Path
 from perilune.ladder import cost
 from perilune.ladder.design import Ladder
 from perilune.ladder.findings import Estimate, LadderFit
-from perilune.ladder.results import Result, write_json
+from perilune.ladder.results import Result, points, write_json
+from perilune.ladder.settled import settled
 from perilune.train.run_folder import RunError
 
 FILE = "prediction.json"
@@ -46,7 +47,7 @@ class Prediction:
     seed_sd: float | None
     """Noise of a run in nats, behind the intervals."""
     losses: Mapping[str, float]
-    """What it rests on: the loss of every result by name."""
+    """What it rests on: the loss of every result that was fitted, by name."""
     predicted: tuple[Predicted, ...]
 
 
@@ -84,7 +85,8 @@ def predict(ladder: Ladder, fit: LadderFit, results: Sequence[Result], *, commit
             "nothing shows the noise of a run, and a prediction without an interval cannot fail: run a second seed (of "
             "the smallest rung at least), or give --seed-sd in nats"
         )
-    run_on = {arm.name: {result.rung for result in results if result.arm == arm.name} for arm in ladder.arms}
+    fitted, _ = settled(points(ladder, results))
+    run_on = {arm.name: {point.rung for point in fitted if point.arm == arm.name} for arm in ladder.arms}
     predicted = []
     for rung in rungs:
         for arm in ladder.arms:
@@ -107,7 +109,6 @@ def predict(ladder: Ladder, fit: LadderFit, results: Sequence[Result], *, commit
                         high=found.high,
                     )
                 )
-    fitted = {rung.name for rung in ladder.rungs if not rung.is_held_out}
     return Prediction(
         ladder=ladder.name,
         date=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -115,7 +116,7 @@ def predict(ladder: Ladder, fit: LadderFit, results: Sequence[Result], *, commit
         floor=fit.curve.floor.value,
         exponent=fit.curve.exponent.value,
         seed_sd=fit.seed_sd,
-        losses={f"{r.rung}+{r.arm}+{r.seed}+{r.horizon}": r.loss for r in results if r.rung in fitted},
+        losses={f"{p.rung}+{p.arm}+{p.seed}+{p.horizon}": p.loss for p in fitted if p.arm in fit.spreads},
         predicted=tuple(predicted),
     )
 

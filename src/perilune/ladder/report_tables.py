@@ -12,6 +12,7 @@ from perilune.ladder import cost
 from perilune.ladder.design import Cell
 from perilune.ladder.evidence import Evidence
 from perilune.ladder.findings import Estimate
+from perilune.ladder.prediction import held_out_results, is_older
 from perilune.ladder.sweep import Best, taken
 from perilune.report.plots import compact
 from perilune.train.config_file import differences, to_plain
@@ -192,13 +193,15 @@ def held_out(evidence: Evidence) -> Rows | None:
                 "-" if outcome is None else outcome.num_runs,
             )
         )
+    held_out = held_out_results(evidence.ladder, evidence.results)
+    when = "before" if is_older(prediction, held_out) else "some of it after"
     return Rows(
         title="The held-out rung, predicted",
         columns=("rung", "horizon", "arm", "predicted", "95% interval", "measured", "error", "inside", "runs"),
         rows=tuple(rows),
         text=(
             f"Written {prediction.date} at commit {prediction.commit or 'not known'}, from {len(prediction.losses)} "
-            "results of the other rungs, before this rung was run; the interval is that of a single run."
+            f"results of the other rungs, {when} this rung was run; the interval is that of a single run."
         ),
     )
 

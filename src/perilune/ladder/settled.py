@@ -32,9 +32,9 @@ def settled(points: Sequence[Point]) -> tuple[list[Point], list[str]]:
         f"above {LIMIT}"
         for (rung, horizon), (spread, arm) in apart.items()
     ]
-    by_horizon: dict[str, set[str]] = {}
+    rungs: dict[tuple[str, str], set[str]] = {}
     for point in kept:
-        by_horizon.setdefault(point.horizon, set()).add(point.rung)
-    if said and max(map(len, by_horizon.values()), default=0) < _RUNGS_OF_A_CURVE:
+        rungs.setdefault((point.arm, point.horizon), set()).add(point.rung)
+    if said and max(map(len, rungs.values()), default=0) < _RUNGS_OF_A_CURVE:
         return list(points), [f"{each}; it is fitted all the same, for want of rungs" for each in said]
     return kept, [f"{each}; it is left out of the fit" for each in said]
