@@ -11,6 +11,7 @@ import torch
 from perilune.cli import main
 from perilune.data.store import TokenStore
 from perilune.ladder import run
+from perilune.ladder.evidence import fit_what_is_there
 from perilune.ladder.plan import make_plan, unique_tokens
 from perilune.ladder.results import one_corpus, points, read_results, write_result
 from perilune.ladder.speed import FILE, measure_ladder, read_speeds, write_speeds
@@ -85,15 +86,30 @@ def test_a_plan_counts_epochs_of_unique_tokens(tmp_path: Path, capsys):
     assert "more than once and counts once" in capsys.readouterr().out
 
 
-def test_speeds_measured_apart_go_to_one_seed_each(tmp_path: Path):
+def test_a_run_that_shared_the_card_has_no_speed(tmp_path: Path):
     ladder = dataclasses.replace(tiny(), rungs=tiny().rungs[:1])
     results = write_synthetic(ladder, tmp_path, rho={})
-    speeds = {("w16", "adamw"): [100.0, 110.0], ("w16", "muonclip"): [90.0]}
-    found = {(p.arm, p.seed): p.tokens_per_second for p in points(ladder, results, speeds)}
-    assert found == {
-        ("adamw", 0): 100.0, ("adamw", 1): 110.0, ("muonclip", 0): 90.0, ("muonclip", 1): None,
-    }  # fmt: skip
-    assert {p.tokens_per_second for p in points(ladder, results)} == {None}  # they shared the card
+    assert {p.tokens_per_second for p in points(ladder, results)} == {None}
+    alone = [dataclasses.replace(result, ran_alone=True, tokens_per_s=50.0) for result in results]
+    assert {p.tokens_per_second for p in points(ladder, alone)} == {50.0}
+
+
+def test_all_speeds_measured_apart_count_however_few_seeds_there_are(tmp_path: Path):
+    ladder = dataclasses.replace(tiny(), seeds=(0,))
+    results = write_synthetic(ladder, tmp_path, rho={"muonclip": 1.5})
+    speeds = {(rung.name, arm): [100.0, 110.0, 121.0] for rung in ladder.rungs[:3] for arm in ("adamw", "muonclip")}
+    speeds["w32", "muonclip"] = [200.0, 220.0, 242.0]
+    fit, notes = fit_what_is_there(ladder, results, speeds, floor=None, seed_sd=0.01)
+    assert fit is not None and not any("measured twice" in note for note in notes)
+    by_rung = {rung.rung: rung for rung in fit.arm("muonclip").rungs}
+    assert by_rung["w16"].speed_ratio == pytest.approx(1.0) and by_rung["w32"].speed_ratio == pytest.approx(2.0)
+    steady = {key: values[1:2] for key, values in speeds.items()}
+    once, _ = fit_what_is_there(ladder, results, steady, floor=None, seed_sd=0.01)
+    assert once is not None
+    wide, narrow = fit.arm("muonclip").wall_clock, once.arm("muonclip").wall_clock
+    assert wide is not None and narrow is not None and None not in (wide.low, wide.high, narrow.low, narrow.high)
+    assert wide.value == pytest.approx(narrow.value)
+    assert wide.low < narrow.low and wide.high > narrow.high  # type: ignore[operator]
 
 
 def test_speeds_are_measured_and_kept(tmp_path: Path):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from perilune.ladder.design import Ladder
-from perilune.ladder.findings import LadderFit
+from perilune.ladder.findings import LadderFit, Speeds
 from perilune.ladder.fit import fit_ladder
 from perilune.ladder.prediction import (
     Outcome,
@@ -21,7 +21,7 @@ from perilune.ladder.prediction import (
     outcomes,
     read_prediction,
 )
-from perilune.ladder.results import Result, Speeds, points, read_results
+from perilune.ladder.results import Result, points, read_results
 from perilune.ladder.settled import settled
 from perilune.ladder.speed import read_speeds
 from perilune.ladder.sweep import NOT_TUNED, Tuned, read_tuned, taken, with_tuned
@@ -92,7 +92,7 @@ def fit_what_is_there(
     ladder: Ladder, results: Sequence[Result], speeds: Speeds, *, floor: float | None, seed_sd: float | None
 ) -> tuple[LadderFit | None, list[str]]:
     """The fit of every arm that has a pair, and what to say about it."""
-    there = points(ladder, results, speeds)
+    there = points(ladder, results)
     found, notes = settled(there)
     base = {(p.rung, p.horizon, p.seed) for p in found if p.arm == ladder.baseline.name}
     paired = {p.arm for p in found if (p.rung, p.horizon, p.seed) in base}
@@ -107,8 +107,9 @@ def fit_what_is_there(
     for attempt in (floor, 0.0) if floor is None else (floor,):
         try:
             fit = fit_ladder(
-                found, baseline=ladder.baseline.name, floor=attempt, combinations=combinations, seed_sd=seed_sd
-            )
+                found, baseline=ladder.baseline.name, floor=attempt, combinations=combinations, seed_sd=seed_sd,
+                speeds=speeds,
+            )  # fmt: skip
         except ValueError as error:
             reason = str(error)
             continue

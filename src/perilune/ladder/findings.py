@@ -6,11 +6,14 @@ All of it is plain data: `to_dict` gives what JSON can hold, `from_dict` gives i
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from perilune.ladder.noise import half_width
+
+Speeds = Mapping[tuple[str, str], Sequence[float]]
+"""Tokens a second by rung and arm, each measured several times with the device alone."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,6 +41,7 @@ from perilune.ladder.findings import (
     LadderFit,
     Point,
     RungFinding,
+    Speeds,
     Spread,
 )
 from perilune.ladder.losses import Losses, arranged, check_identifiable, mean_where_present
@@ -69,13 +70,15 @@ def fit_ladder(
     floor: float | None = None,
     combinations: Mapping[str, Sequence[str]] | None = None,
     seed_sd: float | None = None,
+    speeds: Speeds | None = None,
 ) -> LadderFit:
     """Fit a ladder.
 
     `floor` fixes E, which two rungs need. `combinations` names arms that have the changes of several others at once:
     {"all": ["muon", "attnres"]}. `seed_sd`, in nats, stands in for the noise of a run where no seed was repeated.
+    `speeds`, tokens a second by rung and arm, take the place of those of the points.
     """
-    losses = arranged(list(points), baseline)
+    losses = arranged(list(points), baseline, speeds)
     check_identifiable(losses, floor)
     if seed_sd is not None and not (seed_sd >= 0 and math.isfinite(seed_sd)):
         raise ValueError(f"seed_sd is a standard deviation in nats, not {seed_sd!r}")
@@ -90,20 +93,20 @@ def fit_ladder(
         for owns in _own_noises(losses, multipliers, notes)
     )
 
-    speeds = _speed_noise(losses)
+    speed_noise = _speed_noise(losses)
     findings, spreads = [], {}
     for multiplier, model, trend_model in zip(multipliers, models[1:], trend_models[1:]):
         bare = multiplier_of(losses, without_floor, multiplier.arm)
         trend = None
         if multiplier.trend is not None:
             trend = _estimate(multiplier.trend, _parts(trend_model, multiplier.trend_form))
-        findings.append(_finding(losses, model, multiplier, bare, trend, speeds))
+        findings.append(_finding(losses, model, multiplier, bare, trend, speed_noise))
         spreads[losses.arms[multiplier.arm]] = _spread(
             losses, multiplier.arm, model, multiplier.parameter_forms, multiplier.form
         )
     parameter_forms = losses.dense(solution.influence[: 2 + len(losses.horizons)])
     spreads[baseline] = _spread(losses, 0, models[0], parameter_forms, np.zeros_like(losses.loss))
-    if np.isfinite(losses.log_speed).any() and speeds.degrees_of_freedom == 0:
+    if np.isfinite(losses.log_speed).any() and speed_noise.degrees_of_freedom == 0:
         notes.append("no speed was measured twice: wall-clock intervals hold the noise of the losses only")
     seed_variances = [sum(models[0].new_run(horizon)) for horizon in range(len(losses.horizons))]
     return LadderFit(

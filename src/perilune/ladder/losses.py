@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from perilune.ladder.findings import Point
+from perilune.ladder.findings import Point, Speeds
 
 Array = np.ndarray
 
@@ -25,7 +25,7 @@ class Losses:
     log_reference: float
     log_flops_per_token: Array
     log_speed: Array
-    """[arm, rung, seed]."""
+    """[arm, rung, measurement], NaN where there are fewer."""
 
     @property
     def present(self) -> Array:
@@ -48,7 +48,8 @@ class Losses:
         return rows
 
 
-def arranged(points: list[Point], baseline: str) -> Losses:
+def arranged(points: list[Point], baseline: str, speeds: Speeds | None = None) -> Losses:
+    """speeds: tokens a second by rung and arm that were measured apart; they take the place of those of the points."""
     if not points:
         raise ValueError("a ladder without points cannot be fitted")
     for point in points:
@@ -97,8 +98,29 @@ def arranged(points: list[Point], baseline: str) -> Losses:
         log_compute=log_compute - reference,
         log_reference=reference,
         log_flops_per_token=flops_per_token,
-        log_speed=mean_where_present(speed, axis=-1),
+        log_speed=_log_speeds(mean_where_present(speed, axis=-1), arms, rungs, speeds or {}),
     )
+
+
+def _log_speeds(
+    of_points: Array,
+    arms: tuple[str, ...],
+    rungs: tuple[str, ...],
+    speeds: Speeds,
+) -> Array:
+    """[arm, rung, measurement]: as many as there are, however many seeds were trained."""
+    most = max([of_points.shape[-1], *map(len, speeds.values())])
+    found = np.full((*of_points.shape[:2], most), np.nan)
+    found[..., : of_points.shape[-1]] = of_points
+    for (rung, arm), measured in speeds.items():
+        for speed in measured:
+            if not (math.isfinite(speed) and speed > 0):
+                raise ValueError(f"a speed is a number above 0, not {speed!r}, of rung {rung!r} and arm {arm!r}")
+        if measured and rung in rungs and arm in arms:
+            place = (arms.index(arm), rungs.index(rung))
+            found[place] = np.nan
+            found[place][: len(measured)] = np.log(measured)
+    return found
 
 
 def check_identifiable(losses: Losses, floor: float | None) -> None:

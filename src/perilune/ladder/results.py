@@ -21,8 +21,6 @@ from perilune.ladder.findings import Point
 from perilune.train.run_folder import RunError
 
 RESULTS = "results"
-Speeds = Mapping[tuple[str, str], Sequence[float]]
-"""Tokens a second by rung and arm, each measured several times with the device alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,24 +129,12 @@ def one_corpus(results: Iterable[Result], now: str = "") -> None:
         )
 
 
-def points(ladder: Ladder, results: Sequence[Result], speeds: Speeds | None = None) -> list[Point]:
-    """What the fit takes: no held-out rung, and speeds only of runs that had the device for themselves.
-
-    Speeds that were measured apart go to one seed each: a second use would count as a second measurement.
-    """
+def points(ladder: Ladder, results: Sequence[Result]) -> list[Point]:
+    """What the fit takes: no held-out rung, and speeds only of runs that had the device for themselves."""
     fitted = {rung.name for rung in ladder.rungs if not rung.is_held_out}
     arms = {arm.name for arm in ladder.arms}
     horizons = {horizon.name for horizon in ladder.horizons}
     kept = [r for r in results if r.rung in fitted and r.arm in arms and r.horizon in horizons]
-    seeds = sorted({result.seed for result in kept})
-
-    def speed(result: Result) -> float | None:
-        measured = (speeds or {}).get((result.rung, result.arm), ())
-        place = seeds.index(result.seed)
-        if measured:
-            return measured[place] if place < len(measured) else None
-        return result.tokens_per_s if result.ran_alone else None
-
     return [
         Point(
             arm=result.arm,
@@ -158,7 +144,7 @@ def points(ladder: Ladder, results: Sequence[Result], speeds: Speeds | None = No
             compute=result.flops,
             tokens=result.tokens,
             loss=result.loss,
-            tokens_per_second=speed(result),
+            tokens_per_second=result.tokens_per_s if result.ran_alone else None,
         )
         for result in kept
     ]

@@ -19,7 +19,8 @@ import torch
 
 from perilune.ladder import cost
 from perilune.ladder.design import Arm, Cell, Ladder, Rung
-from perilune.ladder.results import Result, Speeds, write_json
+from perilune.ladder.findings import Speeds
+from perilune.ladder.results import Result, write_json
 from perilune.train import RunConfig, graphed
 from perilune.train.batches import DataConfig, Packed, RunData, fused_packed, open_data
 from perilune.train.environment import describe_environment
