@@ -164,8 +164,13 @@ def _trained_and_read(config: RunConfig, settings: Settings, runs: Path, extende
         **read(runs / config.name, settings, device),
         "commit": settings.commit or environment.get("commit", ""),
         "environment": environment,
-        "config": to_plain(config),
+        "config": without_folder(to_plain(config), runs),
     }
+
+
+def without_folder(plain: dict[str, Any], runs: Path) -> dict[str, Any]:
+    """The config as if it had been run in `runs/`: the folder of a measurement is gone when it is read."""
+    return json.loads(json.dumps(plain).replace(json.dumps(str(runs))[1:-1], "runs"))
 
 
 def read(folder: Path, settings: Settings, device: torch.device) -> dict[str, Any]:

@@ -17,8 +17,6 @@ import tyro
 from perilune.report.plots import Plot, Series, save_png
 
 NAMES = {"hybrid": "KDA and MLA 3:1", "mla_rope": "MLA, RoPE + YaRN", "mla": "MLA, no positions", "kda": "all KDA"}
-FIRST_SHOWN = 1024
-"""Earlier positions differ little between arms and a lot between texts."""
 Row = dict[str, Any]
 
 
@@ -27,19 +25,21 @@ class Settings:
     results: Path = Path("benchmarks/results/long_context.json")
     png: Path | None = None
     """Where the plot goes; none when not given."""
+    beyond: int = 1024
+    """Positions that are shown: earlier ones differ little between arms and a lot between texts."""
 
 
 def main(settings: Settings) -> None:
     rows = [row for row in json.loads(settings.results.read_text()) if not row["tiny"]]
     rows.sort(key=lambda row: (row["extended"] or 0, list(NAMES).index(row["arm"]), row["seed"]))
-    print("\n".join(loss_table(rows)), "\n", *needle_table(rows), sep="\n")
+    print("\n".join(loss_table(rows, settings.beyond)), "\n", *needle_table(rows), sep="\n")
     if settings.png:
-        print(f"\nplot: {save_png(loss_plot(rows), settings.png)}")
+        print(f"\nplot: {save_png(loss_plot(rows, settings.beyond), settings.png)}")
 
 
-def loss_table(rows: list[Row]) -> list[str]:
+def loss_table(rows: list[Row], beyond: int) -> list[str]:
     """Nats by position; every row of one length has the same positions."""
-    ends = [place["to"] for place in rows[0]["positions"] if place["to"] > FIRST_SHOWN]
+    ends = [place["to"] for place in rows[0]["positions"] if place["to"] > beyond]
     lines = _head("nats at tokens up to", [f"{end:,}" for end in ends])
     for row in rows:
         lines.append(_line(row, [f"{place['nats']:.3f}" for place in row["positions"] if place["to"] in ends]))
@@ -58,11 +58,11 @@ def needle_table(rows: list[Row]) -> list[str]:
     return lines
 
 
-def loss_plot(rows: list[Row]) -> Plot:
+def loss_plot(rows: list[Row], beyond: int) -> Plot:
     """One colour an arm: after the extension with its name, before it as rings."""
     series = []
     for row in rows:
-        places = [place for place in row["positions"] if place["to"] > FIRST_SHOWN]
+        places = [place for place in row["positions"] if place["to"] > beyond]
         is_extended = row["extended"] is not None
         series.append(
             Series(

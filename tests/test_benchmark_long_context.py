@@ -1,21 +1,17 @@
-"""benchmarks/long_context.py in miniature: an arm is trained, extended and read at both lengths."""
+"""benchmarks/long_context.py in miniature: an arm is trained, extended and read at both lengths, and reported."""
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 
-SCRIPT = Path(__file__).parents[1] / "benchmarks" / "long_context.py"
+from tests.benchmark_scripts import load_script
+
+MODEL = Path(__file__).parents[1] / "src" / "perilune" / "model"
 
 
-def test_an_arm_gives_a_row_before_and_a_row_after_its_extension(tmp_path: Path, monkeypatch) -> None:
-    spec = importlib.util.spec_from_file_location("benchmark_long_context", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "benchmark_long_context", script)
-    spec.loader.exec_module(script)
+def test_an_arm_gives_a_row_before_and_a_row_after_its_extension(tmp_path: Path, monkeypatch, capsys) -> None:
+    script = load_script(monkeypatch, "long_context")
     monkeypatch.chdir(tmp_path)
-    sources = sorted((SCRIPT.parents[1] / "src" / "perilune" / "model").glob("*.py"))
+    sources = sorted(MODEL.glob("*.py"))
     records = [
         {"id": source.name, "domain": "x", "split": ("train", "valid")[number % 4 == 0], "text": source.read_text()}
         for number, source in enumerate(sources)
@@ -39,3 +35,18 @@ def test_an_arm_gives_a_row_before_and_a_row_after_its_extension(tmp_path: Path,
             (needles, length) for needles in (1, 2) for length in asked
         ]
     assert short["positions"][0]["nats"] != long["positions"][0]["nats"]
+    assert long["config"]["start_from"] == "runs/mla_rope-0"  # not where this happened to run
+    report = load_script(monkeypatch, "long_context_report")
+    _tell(tmp_path / "rows.json", tiny=False)
+    capsys.readouterr()
+    report.main(report.Settings(results=tmp_path / "rows.json", png=tmp_path / "plot.png", beyond=256))
+    told = capsys.readouterr().out
+    before, after = f"{short['positions'][-1]['nats']:.3f}", f"{long['positions'][-1]['nats']:.3f}"
+    assert f"| MLA, RoPE + YaRN, as trained | {before} |" in told
+    assert f"| MLA, RoPE + YaRN, extended to 256 | {after} |" in told
+    assert "| MLA, RoPE + YaRN, as trained | 0% / 0% | - / - |" in told
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def _tell(path: Path, *, tiny: bool) -> None:
+    path.write_text(json.dumps([row | {"tiny": tiny} for row in json.loads(path.read_text())]))
