@@ -61,7 +61,7 @@ KINDS = {
 }
 FUSION_STEPS = 880
 STEPS: dict[str, int] = {
-    "scenes": 660, "icons": 1100, "html": 660, "video": 800,
+    "scenes": 660, "icons": 1800, "html": 660, "video": 800,
     "fusion-early": FUSION_STEPS, "fusion-mid": FUSION_STEPS, "fusion-late": FUSION_STEPS, "text-only": FUSION_STEPS,
 }  # fmt: skip
 """Of 65,536 tokens for the arms that draw, 40,960 for the others."""

@@ -88,9 +88,11 @@ def test_adamw_has_the_learning_rate_of_muons_other_half_for_what_is_no_matrix()
 
 def test_arms_differ_in_what_their_ladder_asks_about():
     found = residual()
-    kinds = {arm.name: config_of(found, arm.name).model.residual for arm in found.arms}
-    assert kinds.pop("scalars", "scalars") == "scalars"
-    assert kinds == {"plain": "plain", "block": "block_attnres", "full": "attnres"}
+    models = {arm.name: config_of(found, arm.name).model for arm in found.arms}
+    assert {name: model.residual for name, model in models.items()} == {
+        "plain": "plain", "scalars": "scalars", "block": "block_attnres", "block2": "block_attnres", "full": "attnres",
+    }  # fmt: skip
+    assert (models["block"].block_sublayers, models["block2"].block_sublayers) == (4, 2)
     everything, nothing = config_of(together(), "all"), config_of(together(), "none")
     assert (everything.optimizer.kind, nothing.optimizer.kind) == ("muonclip", "adamw")
     assert (everything.model.residual, nothing.model.residual) == ("block_attnres", "plain")

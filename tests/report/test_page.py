@@ -124,6 +124,13 @@ def test_tables_have_scopes_and_numbers_stand_right() -> None:
     assert [a.get("class") for tag, a in tags if tag == "td"] == ["number", "number"]
 
 
+def test_only_words_too_long_for_a_column_are_broken_within() -> None:
+    cells = ["1.578\u00a0[1.283,\u00a01.940] undecided", "a/path/" + 5 * "of_many_parts/", "x"]
+    rows = [["row", cell] for cell in cells]
+    tags = parse(render_page(Page(title="t", sections=[Table(title="T", columns=["a", "b"], rows=rows)]))).tags
+    assert [a.get("class") for tag, a in tags if tag == "td"] == [None, "long", None]
+
+
 def test_figures_have_a_name_for_those_who_cannot_see_them() -> None:
     plot = Plot(title="Loss", x_label="step", y_label="nats", series=[Series(name="a", x=[0, 1], y=[1, 2])])
     tags = parse(render_page(Page(title="t", sections=[Plots(title="P", plots=[plot])]))).tags

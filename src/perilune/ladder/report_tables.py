@@ -37,7 +37,7 @@ def shown(estimate: Estimate | None, form: str = ".3f") -> str:
     value = format(estimate.value, form)
     if estimate.low is None or estimate.high is None:
         return value
-    return f"{value}\u00a0[{estimate.low:{form}},\u00a0{estimate.high:{form}}]"
+    return f"{value} [{estimate.low:{form}},\u00a0{estimate.high:{form}}]"
 
 
 def multipliers(evidence: Evidence) -> Rows | None:
@@ -52,7 +52,7 @@ def multipliers(evidence: Evidence) -> Rows | None:
             shown(arm.rho_without_floor),
             shown(arm.token_multiplier),
             shown(arm.wall_clock),
-            f"{shown(arm.trend, '+.3f')}\u00a0{arm.tendency}",
+            f"{shown(arm.trend, '+.3f')} {arm.tendency}",
             arm.num_pairs,
         )
         for name in evidence.present_arms()

@@ -35,6 +35,7 @@ ADAMW_LR = 0.25
 far above their best on an H200 (`no_positions`, width 256: 3.28 nats, 2.72 at half of it). Embedding, head and vectors
 have the dial's own, as beside Muon: 0.21 nats better at width 128 than one learning rate for all (`adamw`)."""
 BLOCK = {"model.residual": "block_attnres", "model.block_sublayers": 4}  # size 4 of the paper's ablation, 4 blocks here
+SMALL_BLOCK = {**BLOCK, "model.block_sublayers": 2}  # 8 blocks, as many as the paper has
 
 
 def tiny() -> Ladder:
@@ -149,6 +150,7 @@ def residual() -> Ladder:
         # The strengthened baseline: its gain may hold part of what Attention Residuals buy.
         Arm(name="scalars", changes=_kimi_linear({"model.residual": "scalars"})),
         Arm(name="block", changes=_kimi_linear(BLOCK)),
+        Arm(name="block2", changes=_kimi_linear(SMALL_BLOCK)),
         Arm(name="full", changes=_kimi_linear({"model.residual": "attnres"})),
     )
 

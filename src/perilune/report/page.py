@@ -41,6 +41,10 @@ class Plots:
         return [(plot, Markup(render_svg(plot))) for plot in self.plots if not plot.is_empty]
 
 
+LONGEST_WORD = 28
+"""Characters of a word in a table that is never broken; a path or a checksum may have more."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Table:
     """Rows of cells. A column whose cells are all numbers is set flush right. `folded` hides it behind its title."""
@@ -55,6 +59,12 @@ class Table:
     def is_numeric(self, column: int) -> bool:
         cells = [row[column] for row in self.rows if row[column] not in ("", None, "-")]
         return bool(cells) and all(_is_number(cell) for cell in cells)
+
+    def style(self, column: int, cell: object) -> str:
+        """The class of a cell: numbers stay on one line; only a word too long for a column is broken within."""
+        if self.is_numeric(column):
+            return "number"
+        return "long" if max(map(len, str(cell).split()), default=0) > LONGEST_WORD else ""
 
 
 @dataclass(frozen=True, kw_only=True)
