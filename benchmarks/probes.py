@@ -6,14 +6,19 @@
 Cells are runs of recipes/probes.py, several side by side in processes of their own. A cell ends early when the held-out
 accuracy reaches `stop_at`. What is run follows from what is known, for each task, arm and seed:
 
-    1. the shortest length with the middle learning rate; where that does not solve it, with the others
-    2. the next length with the rate that was best at the shortest, as long as the length before reached `least`
-    3. when nothing of that is left to begin, the other rates where a longer length was not solved: so that no arm fails
-       for its learning rate alone
+    1. the shortest length with the middle learning rate; where that does not solve it, the same with twice the steps,
+       the first half of them on short problems (ProbeConfig.short_first)
+    2. the next length with what was best at the shortest, as long as the length before reached `least`
+    3. when nothing of that is left to begin, where a length was not solved: the other rates, and short problems first,
+       so that no arm fails for its learning rate or for how its rows begin alone
+
+Short problems are for softmax attention, which on MQAR of 256 tokens was at a guess among the values of a row after all
+1,500 steps, at any of the rates. An arm that solves a task without them is given half the tokens, and fewer attempts.
 
 A length that is not run because the one before was failed counts as failed. Whatever is finished is written to
 benchmarks/results/probes.json at once and not repeated by the next call, so a grid may take several. A cell that the
-clock stops is written with `finished` false; the next call repeats it.
+clock stops is written with `finished` false; the next call repeats it. `python benchmarks/probes_report.py` makes a
+table and a plot of the file.
 """
 
 import hashlib
@@ -29,19 +34,21 @@ from pathlib import Path
 from typing import Any
 
 import tyro
+from probes_report import Row, short_steps, table
 from rich.console import Console
-from rich.table import Table
 
-from perilune.data.probes import TASKS, Task
-from perilune.recipes.probes import ARMS, LENGTHS, changed, probe
+from perilune.data.probes import TASKS, ProbeConfig, Task
+from perilune.data.probes.rows import short_lengths
+from perilune.recipes.probes import LENGTHS, changed, probe
 from perilune.train import RunConfig, train
 from perilune.train.config_file import to_plain
 from perilune.train.environment import describe_environment
 
 LRS = (0.0005, 0.0015, 0.005)
 STEPS = 1500
+SHORT_FIRST_TIMES = 2
+"""As many times the steps where short problems come first; they take half of them."""
 EVAL_EVERY = 125
-Row = dict[str, Any]
 
 SMALL: dict[str, Any] = {
     "model.hidden_size": 64, "model.intermediate_size": 128, "model.vocab_size": 512, "data.vocab_size": 64,
@@ -64,7 +71,7 @@ class Settings:
     lrs: tuple[float, ...] | None = None
     """Learning rates, from the lowest; 0.0005, 0.0015 and 0.005, or the recipe's with --small."""
     steps: int | None = None
-    """At the most; 1,500, or 300 with --small."""
+    """At the most; 1,500, or 300 with --small. Twice as many where short problems come first."""
     stop_at: float = 0.99
     """Held-out accuracy that ends a run."""
     least: float = 0.5
@@ -81,6 +88,14 @@ class Settings:
     results: Path = Path("benchmarks/results/probes.json")
 
 
+@dataclass(frozen=True)
+class Attempt:
+    """How a cell is trained."""
+
+    lr: float
+    short_first: bool = False
+
+
 @dataclass(frozen=True, kw_only=True)
 class Cell:
     task: Task
@@ -94,13 +109,18 @@ class _Enough(Exception):
     """Raised inside training to end it."""
 
 
-def cell_of(settings: Settings, task: Task, length: int, arm: str, lr: float, seed: int) -> Cell:
+def cell_of(settings: Settings, task: Task, length: int, arm: str, attempt: Attempt, seed: int) -> Cell:
     own = {name: json.loads(value) for name, _, value in (each.partition("=") for each in settings.set)}
     config = probe(task, length=length, arm=arm)
     steps = settings.steps or (300 if settings.small else STEPS)
+    steps *= SHORT_FIRST_TIMES if attempt.short_first else 1
     often = {"trainer.eval_every": EVAL_EVERY}
-    fixed = {"trainer.steps": steps, "trainer.report": False, "trainer.keep_last": 1, "optimizer.lr": lr}
+    fixed = {"trainer.steps": steps, "trainer.report": False, "trainer.keep_last": 1, "optimizer.lr": attempt.lr}
     config = changed(config, {**often, **(SMALL if settings.small else {}), **own, **fixed})
+    if attempt.short_first:
+        lengths = len(short_lengths(length))
+        begin = max(1, steps // 2 // lengths) * lengths  # whole steps of every length
+        config = changed(config, {"data.probe.short_first": begin * config.trainer.global_batch_rows})
     return Cell(task=task, length=length, arm=arm, seed=seed, config=replace(config, seed=seed))
 
 
@@ -110,6 +130,17 @@ def lengths_of(settings: Settings) -> tuple[int, ...]:
 
 def rates_of(settings: Settings) -> tuple[float, ...]:
     return settings.lrs or ((SMALL["optimizer.lr"],) if settings.small else LRS)
+
+
+def attempts_of(settings: Settings, length: int) -> list[list[Attempt]]:
+    """At the shortest length, one list after the other until the task is solved; those after the second can wait."""
+    rates = rates_of(settings)
+    middle = rates[len(rates) // 2]
+    others = [lr for lr in rates if lr != middle]
+    ways = (False, True) if short_lengths(length) else (False,)
+    lists = [[Attempt(lr, short) for lr in found] for found in ([middle], others) for short in ways]
+    # A plateau is left by shorter problems, hardly ever by another rate.
+    return [each for each in lists if each]
 
 
 def next_cells(settings: Settings, rows: Sequence[Row]) -> list[Cell]:
@@ -125,28 +156,45 @@ def next_cells(settings: Settings, rows: Sequence[Row]) -> list[Cell]:
 
 def _next_of(settings: Settings, known: Mapping[str, Row], task: Task, arm: str, seed: int) -> list[tuple[int, Cell]]:
     """(0 or 1, cell): those of the third rule have 1."""
-    rates = rates_of(settings)
-    middle = rates[len(rates) // 2]
-    others = [lr for lr in rates if lr != middle]
-    best, waiting = middle, []
-    for place, length in enumerate(lengths_of(settings)):
-        cells = {lr: cell_of(settings, task, length, arm, lr, seed) for lr in rates}
-        rows = {lr: known.get(fingerprint(cell.config)) for lr, cell in cells.items()}
-        first = rows[best]
-        if first is None:
-            return [*waiting, (0, cells[best])]
-        solved = (first["accuracy"] or 0.0) >= settings.stop_at
-        missing = [] if solved else [lr for lr in rates if rows[lr] is None]
-        if place == 0 and missing:
-            return [(0, cells[lr]) for lr in others if rows[lr] is None]
-        waiting += [(1, cells[lr]) for lr in missing]
-        there = {lr: row for lr, row in rows.items() if row is not None}
-        reached = max((row["accuracy"] or 0.0) for row in there.values())
-        if place == 0:
-            best = max(there, key=lambda lr: ((there[lr]["accuracy"] or 0.0), -there[lr]["steps"]))
+
+    def cell(length: int, attempt: Attempt) -> Cell:
+        return cell_of(settings, task, length, arm, attempt, seed)
+
+    def row(length: int, attempt: Attempt) -> Row | None:
+        return known.get(fingerprint(cell(length, attempt).config))
+
+    first, *longer = lengths_of(settings)
+    there: dict[Attempt, Row] = {}
+    waiting: list[tuple[int, Cell]] = []
+    for number, attempts in enumerate(attempts_of(settings, first)):
+        there |= {attempt: found for attempt in attempts if (found := row(first, attempt)) is not None}
+        missing = [cell(first, attempt) for attempt in attempts if attempt not in there]
+        if missing and number < 2:
+            return [(0, each) for each in missing]
+        waiting += [(1, each) for each in missing]
+        if missing or any(_accuracy(found) >= settings.stop_at for found in there.values()):
+            break
+    best = max(there, key=lambda attempt: (_accuracy(there[attempt]), -there[attempt]["steps"]))
+    reached = _accuracy(there[best])
+    for length in longer:
         if reached < settings.least:
             break
+        if (found := row(length, best)) is None:
+            return [*waiting, (0, cell(length, best))]
+        reached = _accuracy(found)
+        if reached >= settings.stop_at:
+            continue
+        others = [Attempt(lr, best.short_first) for lr in rates_of(settings) if lr != best.lr]
+        for attempt in [*others, *([] if best.short_first else [Attempt(best.lr, True)])]:
+            if (found := row(length, attempt)) is None:
+                waiting.append((1, cell(length, attempt)))
+            else:
+                reached = max(reached, _accuracy(found))
     return waiting
+
+
+def _accuracy(row: Row) -> float:
+    return row["accuracy"] or 0.0
 
 
 def run_cell(cell: Cell, *, stop_at: float, deadline: float) -> dict[str, Any]:
@@ -172,6 +220,8 @@ def run_cell(cell: Cell, *, stop_at: float, deadline: float) -> dict[str, Any]:
     return {
         "task": cell.task, "length": cell.length, "arm": cell.arm, "seed": cell.seed,
         "lr": cell.config.optimizer.lr, "optimizer": cell.config.optimizer.kind,
+        "short_steps": probe_of(cell.config).short_first // cell.config.trainer.global_batch_rows,
+        "tokens_per_step": cell.config.trainer.global_batch_rows * cell.length,
         "accuracy": last.get("accuracy"), "exact_match": last.get("exact_match"), "loss": last.get("loss"),
         "steps": max((record["step"] for record in [*trained, *valid]), default=0),
         "steps_to_99": next((record["step"] for record in valid if record["accuracy"] >= 0.99), None),
@@ -182,11 +232,18 @@ def run_cell(cell: Cell, *, stop_at: float, deadline: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def probe_of(config: RunConfig) -> ProbeConfig:
+    assert config.data.probe is not None, "every cell is a run on a probe"
+    return config.data.probe
+
+
 def fingerprint(config: RunConfig) -> str:
     """Of everything that decides a result."""
     plain = to_plain(config)
     for name in ("device", "log_every", "micro_batch_rows"):
         plain["trainer"].pop(name)
+    if not plain["data"]["probe"]["short_first"]:
+        plain["data"]["probe"].pop("short_first")  # rows from before there was such a field are of the same run
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -202,36 +259,11 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 def write_rows(path: Path, rows: list[dict[str, Any]], environment: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}")
-    ordered = sorted(rows, key=lambda row: (row["task"], row["length"], row["arm"], row["lr"], row["seed"]))
+    place = ("task", "length", "arm", "lr", "seed")
+    ordered = sorted(rows, key=lambda row: (*(row[name] for name in place), short_steps(row)))
     content = {"environment": environment, "rows": ordered}
     partial.write_text(json.dumps(content, indent=1) + "\n")
     os.replace(partial, path)
-
-
-def show(rows: list[dict[str, Any]], console: Console) -> None:
-    """Accuracy of every arm (the best of its learning rates, the mean of its seeds) by task and length."""
-    places = sorted({(row["task"], row["length"]) for row in rows})
-    table = Table(title="held-out accuracy (steps to 99%)", title_justify="left")
-    table.add_column("arm")
-    for task, length in places:
-        table.add_column(f"{task} {length}", justify="right")
-    for arm in dict.fromkeys([*ARMS, *(row["arm"] for row in rows)]):
-        shown = []
-        for task, length in places:
-            here = [row for row in rows if (row["task"], row["length"], row["arm"]) == (task, length, arm)]
-            here = [row for row in here if row["accuracy"] is not None]
-            by_lr = {lr: [row for row in here if row["lr"] == lr] for lr in {row["lr"] for row in here}}
-            best = max(by_lr.values(), key=lambda group: sum(r["accuracy"] for r in group) / len(group), default=[])
-            if not best:
-                shown.append("-")
-                continue
-            fast = [row["steps_to_99"] for row in best if row["steps_to_99"]]
-            mean = sum(row["accuracy"] for row in best) / len(best)
-            open_end = "" if all(row["finished"] for row in best) else " ..."
-            shown.append(f"{mean:.3f}{f' ({min(fast):,})' if fast else ''}{open_end}")
-        if set(shown) != {"-"}:
-            table.add_row(arm, *shown)
-    console.print(table)
 
 
 def main(settings: Settings) -> None:
@@ -266,7 +298,7 @@ def main(settings: Settings) -> None:
                     f"{row['task']} {row['length']} {row['arm']} seed {row['seed']} lr {row['lr']:g}: accuracy "
                     f"{accuracy:.3f} after {row['steps']:,} steps, {row['seconds']:.0f} s, ended by {row['ended_by']}"
                 )
-    show(done, console)
+    console.print("\n".join(table(done)), markup=False, soft_wrap=True)
     left = len(next_cells(settings, done))
     console.print(f"{len(done)} rows: {settings.results}" + (f"; at least {left} more to run" if left else ""))
 

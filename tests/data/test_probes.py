@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 
 from perilune.data.packing import IGNORED
 from perilune.data.probes import TASKS, ProbeConfig, ProbeRows, mqar, palindrome, stack
+from perilune.data.probes.draws import Draws
+from perilune.data.probes.rows import short_lengths
 
 LENGTHS = st.integers(16, 97)
 
@@ -91,6 +93,57 @@ def test_only_answers_are_targets_and_every_row_is_a_document(task: str) -> None
     assert batch.cu_seqlens.tolist() == [0, 48, 96, 144, 192] and batch.cu_seqlens.dtype == np.int32
 
 
+@settings(max_examples=30)
+@given(
+    task=st.sampled_from(TASKS), seq_len=st.integers(32, 150), num_short=st.integers(1, 40), first=st.integers(0, 60)
+)
+def test_short_problems_come_first_and_grow_to_whole_rows(task: str, seq_len: int, num_short: int, first: int) -> None:
+    short, whole = rows_of(task, seq_len=seq_len, short_first=num_short), rows_of(task, seq_len=seq_len)
+    found = short.problem_lengths(np.arange(first, first + 8))
+    assert sorted(found) == list(found) and (found >= 16).all()
+    assert ((found < seq_len) == (np.arange(first, first + 8) < num_short)).all()
+    assert set(short.problem_lengths(np.arange(num_short + 1))) <= {*short_lengths(seq_len), seq_len}
+    if num_short >= len(short_lengths(seq_len)):
+        assert len(set(short.problem_lengths(np.arange(num_short)))) == len(short_lengths(seq_len))
+    batch = short.batch(first, 8)
+    assert len(batch.tokens) == len(batch.targets) == batch.cu_seqlens[-1] == 8 * seq_len
+    assert len(batch.cu_seqlens) - 1 == (seq_len // found).sum()
+    assert batch.num_targets == (batch.targets != IGNORED).sum() > 0
+    for n, length in enumerate(found):
+        part, plain = short.batch(first + n, 1), whole.batch(first + n, 1)
+        assert np.array_equal(part.tokens, batch.tokens[n * seq_len : (n + 1) * seq_len])
+        assert np.array_equal(part.tokens, plain.tokens) == (length == seq_len)
+    held_out = rows_of(task, seq_len=seq_len, short_first=num_short, held_out=True).batch(first, 8)
+    assert np.array_equal(held_out.tokens, rows_of(task, seq_len=seq_len, held_out=True).batch(first, 8).tokens)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_answers_of_short_problems_follow_from_their_own_document(task: str) -> None:
+    rows = rows_of(task, seq_len=64, short_first=4, num_stacks=20, num_pairs=6)
+    batch = rows.batch(0, 4)
+    named = set()
+    for begin, end in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:]):
+        tokens, targets = batch.tokens[begin:end].tolist(), batch.targets[begin:end].tolist()
+        answers = {at: target for at, target in enumerate(targets) if target != IGNORED}
+        assert {at: tokens[at + 1] for at in answers if at + 1 < len(tokens)}.items() <= answers.items()
+        if task == "mqar":
+            assert len(answers) == min(6, len(tokens) // 4)
+            assert all(answers[at] == tokens[tokens.index(tokens[at]) + 1] for at in answers)
+        if task == "palindrome":
+            assert list(answers.values()) == tokens[: len(tokens) // 2][::-1]
+        if task == "stack":
+            named |= {tokens[at] for at in range(1, len(tokens), 3)}
+    assert task != "stack" or len(named) > 10, "short problems take few stacks, but any of them"
+    assert len({problem.tobytes() for problem in batch.tokens[:64].reshape(4, 16)}) == 4
+
+
+def test_few_numbers_are_drawn_as_if_all_had_been_put_in_order() -> None:
+    draws = Draws(7, np.arange(20))
+    for options, count in ((504, 1), (504, 16), (100, 25), (100, 26), (9, 9)):
+        expected = np.argsort(draws.words(1, options), axis=1, kind="stable")[:, :count]
+        assert np.array_equal(draws.choice(options, stream=1, count=count), expected)
+
+
 def test_rows_do_not_change_between_versions() -> None:
     """Losses on probes are compared over months: raise rows.VERSION when this changes."""
     sums = {task: int((rows_of(task, seq_len=48).batch(0, 4).tokens * np.arange(192)).sum()) for task in TASKS}
@@ -107,6 +160,8 @@ EXPECTED_SUMS = {"mqar": 284978, "palindrome": 579696, "stack": 264113}
     ({"task": "mqar", "num_pairs": 13}, "needs 52 tokens"),
     ({"task": "stack", "num_stacks": 61}, "leaves 0 symbols"),
     ({"task": "stack", "seq_len": 2}, "too short"),
+    ({"task": "stack", "short_first": -1}, "probe.short_first is -1"),
+    ({"task": "mqar", "short_first": 1, "seq_len": 31}, "expected 32 tokens or more"),
 ])  # fmt: skip
 def test_what_cannot_be_generated_is_refused_at_once(changes: dict, text: str) -> None:
     with pytest.raises(ValueError, match=text):

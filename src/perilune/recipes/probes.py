@@ -5,6 +5,10 @@
 
 The arms differ in how they remember: Kimi Delta Attention, the same with one decay a head, without its convolution,
 softmax attention without positions and with them, and one layer of each. All have the same width, heads and MLP.
+
+On MQAR of 256 tokens two layers of softmax attention were still at a blind guess after 1,500 steps, with positions and
+without. Rows of short problems may come first (data/probes/rows.py): `--data.probe.short-first 192000`, in rows, are
+1,500 steps of them at 256 tokens. benchmarks/probes.py gives them to every arm that fails without.
 """
 
 from collections.abc import Mapping

@@ -30,4 +30,10 @@ class Draws:
 
     def choice(self, options: int, stream: int, count: int) -> np.ndarray:
         """int64 [N, count]: different numbers in [0, options), in random order."""
-        return np.argsort(self.words(stream, options), axis=1, kind="stable")[:, :count]
+        words = self.words(stream, options)
+        if 4 * count > options:
+            return np.argsort(words, axis=1, kind="stable")[:, :count]
+        # The same numbers: of few, only the smallest words have to be in order.
+        smallest = np.argpartition(words, count - 1, axis=1)[:, :count]
+        order = np.argsort(np.take_along_axis(words, smallest, axis=1), axis=1)
+        return np.take_along_axis(smallest, order, axis=1)

@@ -14,8 +14,13 @@ PADDING, PUSH, POP = 0, 1, 2
 _FIRST = 3
 
 
-def generate(draws: Draws, *, seq_len: int, vocab_size: int, num_stacks: int) -> tuple[np.ndarray, np.ndarray]:
-    """tokens int64 [N, seq_len + 1] and where the answers are among the targets, bool [N, seq_len]."""
+def generate(
+    draws: Draws, *, seq_len: int, vocab_size: int, num_stacks: int, num_used: int | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """tokens int64 [N, seq_len + 1] and where the answers are among the targets, bool [N, seq_len].
+
+    num_used: every row takes only so many of the stacks, any of them.
+    """
     num_symbols = vocab_size - _FIRST - num_stacks
     if num_symbols < 2:
         raise ValueError(
@@ -23,7 +28,9 @@ def generate(draws: Draws, *, seq_len: int, vocab_size: int, num_stacks: int) ->
             "lower it, or raise data.vocab_size"
         )
     count, num_operations = len(draws.rows), (seq_len + 1) // 3
-    stack = draws.below(num_stacks, stream=1, count=num_operations)
+    stack = draws.below(num_used or num_stacks, stream=1, count=num_operations)
+    if num_used is not None:
+        stack = np.take_along_axis(draws.choice(num_stacks, stream=4, count=num_used), stack, axis=1)
     wants_pop = draws.below(2, stream=2, count=num_operations) == 1
     symbol = draws.below(num_symbols, stream=3, count=num_operations)
     is_pop, top = _run(stack, wants_pop, symbol, num_stacks)
