@@ -7,7 +7,8 @@ of fine-tuning. Each step is one call, skipped when its result is there, and gon
     python benchmarks/rl_base.py sft --kind zero_vision                         also text_image, none
     python benchmarks/rl_base.py pack --name base-hybrid --pieces FOLDER        weights as small files
     python benchmarks/rl_base.py unpack --name base-hybrid --pieces FOLDER
-    python benchmarks/rl_base.py all --tiny --out FOLDER                   everything, on a CPU
+    python benchmarks/rl_base.py mini                                           word problems and tools, on one core
+    python benchmarks/rl_base.py all --tiny --out FOLDER                        everything, untaught, on a CPU
 
 The base is `vision_small` (30M parameters, a tower of 6 layers): half of its rows are pictures with their SVG,
 captions, counts, boxes, places and colours, the others are text of the corpus and generated text (rl_texts.py). So
@@ -16,6 +17,8 @@ it, is learnt from text alone. A second base takes as many steps as the first th
 
 Steps are fixed numbers, never what a busy card leaves time for. How often each source is read is printed; no text is
 read more than MAX_EPOCHS times, and pictures are new without end.
+
+`mini` is a model of numbers alone, from dialogues alone, that arms of text start from on a CPU (--mini there).
 
 Runs lie in --out as ordinary run folders (`perilune chat OUT/sft-hybrid-zero_vision`). `pack` writes the weights in
 bfloat16, losslessly compressed, in files of at most 15 MiB; `unpack` makes a run folder of them. A row for every model
@@ -34,10 +37,10 @@ import numpy as np
 import torch
 import tyro
 from rl_rows import add_rows, say
-from rl_texts import SCENES, texts, write_dialogues
+from rl_texts import LESSONS, SCENES, texts, write_dialogues, write_mini
 
 from perilune.data import Corpus, CorpusConfig, FusionConfig, Tokenizer
-from perilune.data.chat_rows import ChatRows
+from perilune.data.chat_rows import ChatDataConfig, ChatRows
 from perilune.data.picture_dialogues import KINDS, Kind
 from perilune.model import Decoder
 from perilune.recipes.pretrain import micro
@@ -61,12 +64,17 @@ MAX_EPOCHS = 4.0
 SAVES = 8
 """Of one training: a call that is cut off loses an eighth."""
 PIECE_BYTES = 15 << 20
+MINI = "sft-mini"
+MINI_STEPS = 700
+"""Of 4 rows with 1024 tokens."""
+MINI_VOCABULARY, MINI_READ = 512, 4000
+"""Tokens, and the dialogues that its tokenizer is trained on."""
 KEY = ("name", "seed", "tiny")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    step: tyro.conf.Positional[Literal["prepare", "base", "sft", "pack", "unpack", "all"]]
+    step: tyro.conf.Positional[Literal["prepare", "base", "sft", "mini", "pack", "unpack", "all"]]
     pattern: Pattern = "hybrid"
     kind: Kind = "zero_vision"
     name: str = ""
@@ -239,7 +247,8 @@ def trained(settings: Settings, config: RunConfig, data: RunData | None = None) 
 
 
 def dialogues_file(settings: Settings, kind: Kind) -> Path:
-    path = settings.out / f"dialogues-{kind}-{settings.dialogues}-{settings.seed}.jsonl"
+    """What was prepared from other lessons has another name."""
+    path = settings.out / f"dialogues-{LESSONS}-{kind}-{settings.dialogues}-{settings.seed}.jsonl"
     return path if path.exists() else write_dialogues(kind, path, count=settings.dialogues, seed=settings.seed)
 
 
@@ -267,6 +276,45 @@ def make_arm(settings: Settings) -> None:
         "chat_loss": summary.get("valid_loss"),
     }
     _record(settings, config, summary, seconds, row)
+
+
+def make_mini(settings: Settings) -> None:
+    """A small model that has read nothing but dialogues about numbers."""
+    source = settings.out / f"dialogues-{LESSONS}-mini-{settings.dialogues}-{settings.seed}.jsonl"
+    if not source.exists():
+        write_mini(source, count=settings.dialogues, seed=settings.seed)
+    tokenizer = settings.out / f"tokenizer-mini-{settings.seed}.json"
+    lines = source.read_text(encoding="utf-8").splitlines()[:MINI_READ]
+    tokenizer.write_text(Tokenizer.train(map(_all_said, lines), MINI_VOCABULARY).to_json(), encoding="utf-8")
+    run = micro()
+    config = replace(
+        run, name=MINI, seed=settings.seed,
+        model=replace(run.model, vocab_size=MINI_VOCABULARY),
+        data=replace(
+            run.data, vocab_size=MINI_VOCABULARY, tokenizer=str(tokenizer), seq_len=1024,
+            chat=ChatDataConfig(sources=(str(source),)), cache_dir=str(settings.out / "cache"),
+        ),
+        optimizer=replace(run.optimizer, lr=6e-3),
+        schedule=replace(run.schedule, warmup_steps=20, decay_fraction=0.6),
+        trainer=replace(
+            run.trainer, global_batch_rows=4, micro_batch_rows=4, eval_every=0, eval_rows=8, log_every=50, report=False,
+            tensorboard=False, device="cpu",
+        ),
+    )  # fmt: skip
+    config = with_steps(config, settings.steps or MINI_STEPS, warmup_share=10)
+    data = open_data(config.data, seed=config.seed)
+    lessons = data.train
+    assert isinstance(lessons, ChatRows)
+    epochs = config.trainer.steps * config.trainer.global_batch_rows / lessons.num_rows
+    checked_epochs(epochs, "dialogues", "raise --dialogues, or lower --steps")
+    summary, seconds = trained(settings, config, data)
+    row = {"epochs": round(epochs, 3), "dialogues": lessons.num_dialogues, "chat_loss": summary.get("valid_loss")}
+    _record(settings, config, summary, seconds, row)
+
+
+def _all_said(line: str) -> str:
+    messages = json.loads(line)["messages"]
+    return "\n".join(f"{message['content']} {json.dumps(message.get('tool_calls', []))}" for message in messages)
 
 
 def _record(settings: Settings, config: RunConfig, summary: dict[str, Any], seconds: float, more: dict) -> None:
@@ -381,13 +429,13 @@ def main(settings: Settings) -> None:
         arms = [replace(settings, step="sft", kind=kind) for kind in KINDS]
         steps = [*bases, *arms, replace(settings, step="sft", pattern="mla")]
     for step in steps:
-        name = f"base-{step.pattern}" if step.step == "base" else f"sft-{step.pattern}-{step.kind}"
+        name = {"base": f"base-{step.pattern}", "mini": MINI}.get(step.step, f"sft-{step.pattern}-{step.kind}")
         if step.step == "sft" and not is_there(step.out, f"base-{step.pattern}"):
             raise SystemExit(f"{step.out} holds no base-{step.pattern}: run `rl_base.py base --pattern {step.pattern}`")
         if is_there(step.out, name) and not step.again:
             print(f"{name} is there; --again trains it again")
             continue
-        make_base(step) if step.step == "base" else make_arm(step)
+        {"base": make_base, "mini": make_mini}.get(step.step, make_arm)(step)
 
 
 if __name__ == "__main__":

@@ -25,31 +25,35 @@ greedily (pictures also with those of other tasks) and answers the spatial probe
 (eval/spatial.py). A row with intervals, curves and a few samples goes to benchmarks/results/rl.json. What does not fit
 into --seconds is saved under --out and continued by the same command, as is a call that was told to stop or killed; a
 row says how far it is.
-`--tiny` needs nothing and runs on a CPU.
+`--tiny` needs nothing and runs on a CPU: it shows that the script works. `--mini` learns, in minutes on one core, and
+writes its rows beside the others:
+
+    python benchmarks/rl_base.py mini
+    python benchmarks/rl_experiments.py sums --mini             also sums-toggle, sums-rigid, tools
+    python benchmarks/rl_experiments.py report --mini
 """
 
 import asyncio
 import json
 import threading
 import time
-import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 import tyro
+from rl_arms import Arm, ArmName, arm_of, of_numbers, shortened, start_of
 from rl_base import is_there
 from rl_base import main as make_models
-from rl_levels import Levels, choose_levels, drawing, kept_levels, look, sums, tell, tools
+from rl_levels import MINI_LEVELS, Levels, choose_levels, kept_levels, look, tell, tools
 from rl_rows import add_rows, read_rows, say
 
 from perilune.data.tokenizer import Tokenizer
 from perilune.eval.spatial import COUNT, spatial_items, spatial_score
 from perilune.model import Decoder
 from perilune.recipes.sft import processor_of
-from perilune.rl.environment import Environment, Message, Split, Talk, Task
 from perilune.rl.evaluation import (
     OTHER_PICTURES,
     EvaluationConfig,
@@ -72,11 +76,6 @@ from perilune.train.environment import describe_environment
 from perilune.train.interrupt import Interrupted, StopRequest
 from perilune.train.trainer import pick_device
 
-ArmName = Literal[
-    "vision", "vision-text-image", "vision-none", "vision-mla", "words", "shuffled", "sums", "joint", "sums-toggle",
-    "sums-rigid", "tools",
-]  # fmt: skip
-ARMS: tuple[ArmName, ...] = get_args(ArmName)
 KEY = ("arm", "seed", "tiny")
 CURVES = ("reward", "length", "gap", "clipped", "finished", "facet.valid", "facet.called", "seconds", "learn_seconds")
 KEPT_TEXT = 600
@@ -87,48 +86,8 @@ LOOK_SECONDS = (15.0, 60.0)
 first also compiles, and a call that goes on has none."""
 STARTED = "arm.json"
 PROBES = "probes.json"
-TOGGLE = ToggleConfig(period=10, threshold=0.5, percentile=50.0, min_answers=4)
-"""Ten phases in 100 iterations, the last one free: what the budget cost is learnt again. A prompt that half of the
-samples solve has its budget: few have more at the start."""
-RIGID = ToggleConfig(period=1 << 40, threshold=0.0, percentile=50.0, min_answers=4)
-"""Toggle that never leaves its budgeted phase and asks for no accuracy first."""
 LEVELS_FROM = "hybrid-zero_vision"
 """The model whose rewards say how hard tasks are (rl_levels.py), where it is there."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Arm:
-    start: str = "hybrid-zero_vision"
-    trained: Mapping[str, Environment]
-    evaluated: Mapping[str, Environment]
-    toggle: ToggleConfig | None = None
-
-
-def start_of(name: ArmName) -> str:
-    starts = {"vision-mla": "mla-zero_vision", "vision-text-image": "hybrid-text_image", "vision-none": "hybrid-none"}
-    return starts.get(name, "hybrid-zero_vision")
-
-
-def arm_of(name: ArmName, levels: Levels) -> Arm:
-    problems, calculations = sums(levels.sums), tools(levels.tools)
-    pictures, in_words = drawing(levels.drawing), drawing(levels.drawing, "words")
-    trained: dict[str, dict[str, Environment]] = {
-        "words": {"words": in_words},
-        "shuffled": {"drawing": drawing(levels.drawing, "shuffled")},
-        "sums": {"sums": problems},
-        "joint": {"drawing": pictures, "sums": problems},
-        "tools": {"tools": calculations},
-    }
-    tested: dict[str, Environment] = {"drawing": pictures, "words": in_words, "sums": problems}
-    if name == "tools":
-        tested = {"tools": calculations, "sums": problems}
-    family = "sums" if name.startswith("sums") else name
-    return Arm(
-        start=start_of(name),
-        trained=trained.get(family, {"drawing": pictures}),
-        evaluated=tested,
-        toggle={"sums-toggle": TOGGLE, "sums-rigid": RIGID}.get(name),
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +108,7 @@ class Settings:
     but another lost a third of its greedy reward on word problems, and less with a third of it. Not swept."""
     drawing_level: Literal[1, 2, 3, 4, 5] | None = None
     """How hard pictures are; None: as suits the model at the start (rl_levels.py)."""
-    sums_level: Literal[1, 2, 3] | None = None
+    sums_level: Literal[1, 2, 3, 4] | None = None
     """The same of word problems."""
     tools_level: Literal[1, 2, 3] | None = None
     """The same of calculations."""
@@ -177,6 +136,8 @@ class Settings:
     out: Path = Path("runs/rl")
     tiny: bool = False
     """A miniature on the CPU, which also makes its models."""
+    mini: bool = False
+    """From the model of `rl_base.py mini`, on a CPU."""
     again: bool = False
     """Start anew where a run was begun."""
     merge: tuple[Path, ...] = ()
@@ -220,12 +181,12 @@ def run_arm(settings: Settings) -> dict[str, Any]:
     began = time.monotonic()
     assert settings.arm not in ("report", "probe")
     folder = settings.out / f"rl-{name_of(settings)}-{settings.seed}"
-    start = model_folder(settings, start_of(settings.arm))
+    start = model_folder(settings, "mini" if settings.mini else start_of(settings.arm))
     device = pick_device("auto")
     say(f"{name_of(settings)}: start, on {device}")
     levels = levels_of(settings, device)
-    arm = arm_of(settings.arm, levels)
-    arm = shortened(arm) if settings.tiny else arm
+    arm = arm_of(settings.arm, levels, settings.iterations)
+    arm = shortened(arm) if settings.tiny else of_numbers(arm) if settings.mini else arm
     threading.Thread(target=_make_tests, args=(settings, arm), daemon=True).start()
     model, tokenizer, run = load_run(start, device=device)
     say(f"{start.name} is loaded, {model.num_parameters():,} parameters")
@@ -254,8 +215,9 @@ def _make_tests(settings: Settings, arm: Arm) -> None:
 def model_folder(settings: Settings, start: str) -> Path:
     folder = settings.out / f"sft-{start}"
     if not is_there(settings.out, folder.name):
+        made = "mini" if settings.mini else "base, then sft,"
         raise SystemExit(
-            f"--out {settings.out} holds no {folder.name}: run benchmarks/rl_base.py base, then sft, with that --out"
+            f"--out {settings.out} holds no {folder.name}: run benchmarks/rl_base.py {made} with that --out"
         )
     return folder
 
@@ -282,6 +244,8 @@ def levels_of(settings: Settings, device: torch.device) -> Levels:
     """As told; else those of the folder of models, chosen now where nobody has."""
     told = {"drawing": settings.drawing_level, "sums": settings.sums_level, "tools": settings.tools_level}
     given = {name: level for name, level in told.items() if level is not None}
+    if settings.mini:
+        return replace(MINI_LEVELS, **given)
     if settings.tiny or len(given) == len(told):
         return Levels(**given)
     path = levels_file(settings)
@@ -298,8 +262,10 @@ def levels_of(settings: Settings, device: torch.device) -> Levels:
 
 def _begun(settings: Settings, levels: Levels, folder: Path) -> bool:
     """Whether there is a run to go on with; one with other settings is refused."""
-    decides = ("arm", "seed", "tasks", "samples", "pool", "lr", "overlap", "tiny", "evaluated", "items")
+    decides = ("arm", "seed", "tasks", "samples", "pool", "lr", "overlap", "tiny", "mini", "evaluated", "items")
     asked = {name: getattr(settings, name) for name in decides} | {"levels": asdict(levels)}
+    if settings.arm in ("sums-toggle", "sums-rigid"):
+        asked["iterations"] = settings.iterations  # phases follow from it
     record = folder / STARTED
     is_saved = (folder / CHECKPOINTS).is_dir() and checkpoint.find(folder / CHECKPOINTS) is not None
     if is_saved and record.exists() and not settings.again:
@@ -473,41 +439,6 @@ def _mean(records: list[dict[str, Any]], name: str) -> float | None:
     return round(sum(record[name] for record in records) / len(records), 4) if records else None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Varied:
-    """An environment whose rewards differ: an untrained model earns nothing, and nothing would be learnt from that."""
-
-    inner: Environment
-
-    @property
-    def name(self) -> str:
-        return self.inner.name
-
-    def task(self, number: int, split: Split) -> Task:
-        task = self.inner.task(number, split)
-        return replace(task, weights={**task.weights, "varied": 1.0})
-
-    async def episode(self, task: Task, talk: Talk) -> None:
-        await self.inner.episode(task, talk)
-
-    def judge(self, task: Task, messages: Sequence[Message]) -> Mapping[str, float]:
-        said = str([message.get("content") for message in messages]).encode()
-        return {**self.inner.judge(task, messages), "varied": zlib.crc32(said) / 2**32}
-
-
-def shortened(arm: Arm) -> Arm:
-    """A few tokens for each answer, and rewards that teach."""
-
-    def short(environment: Any) -> Environment:
-        return replace(environment, max_tokens=16)
-
-    return replace(
-        arm,
-        trained={name: Varied(inner=short(each)) for name, each in arm.trained.items()},
-        evaluated={name: short(each) for name, each in arm.evaluated.items()},
-    )
-
-
 def tiny(settings: Settings) -> Settings:
     """Seconds on a CPU; models are made where they are missing."""
     from rl_base import Settings as Models
@@ -523,7 +454,18 @@ def tiny(settings: Settings) -> Settings:
     return settings
 
 
+def mini(settings: Settings) -> Settings:
+    """What fits into one core; rows go beside those of a GPU."""
+    results = settings.results
+    return replace(
+        settings, evaluated=min(settings.evaluated, 256), items=min(settings.items, 60), max_length=1024, sequences=128,
+        memory_gib=0.5, row_tokens=8192, start="mini",
+        results=results.with_name("rl_mini.json") if results == Settings(arm="report").results else results,
+    )  # fmt: skip
+
+
 def main(settings: Settings) -> None:
+    settings = mini(settings) if settings.mini else settings
     for path in settings.merge:
         add_rows(settings.results, read_rows(path), key=KEY)
     if settings.arm == "report":

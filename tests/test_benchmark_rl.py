@@ -16,7 +16,9 @@ from perilune.rl.environments.calculator import evaluate
 from tests.peers import torchvision_stub
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
-NAMES = ("rl_rows", "rl_texts", "rl_base", "rl_levels", "rl_report", "rl_experiments", "rl_throughput")
+NAMES = (
+    "rl_rows", "rl_texts", "rl_base", "rl_levels", "rl_arms", "rl_report", "rl_experiments", "rl_step", "rl_throughput",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -46,16 +48,33 @@ def models(scripts, tmp_path_factory: pytest.TempPathFactory) -> Path:
 # --- texts ------------------------------------------------------------------------------------------------------------
 
 
-def test_word_problems_are_worked_out_to_their_answer_in_three_lengths(scripts) -> None:
+def test_word_problems_are_worked_out_to_their_answer_in_four_lengths(scripts) -> None:
     for number in range(200):
-        problems = scripts.texts.PROBLEMS[1 + number % 3]
+        problems = scripts.texts.PROBLEMS[1 + number % 4]
         task = problems.task(number, "train")
-        told = {how: scripts.texts.worked_out(task.data["question"], how) for how in ("long", "short", "bare")}
+        told = {
+            how: scripts.texts.worked_out(task.data["question"], how) for how in ("long", "short", "bare", "direct")
+        }
         for text in told.values():
             assert text.endswith(f"#### {task.data['answer']}")
             reply = [{"role": "assistant", "content": text}]
             assert problems.judge(task, reply)["outcome"] == 1.0
-        assert len(told["long"]) > 2 * len(told["short"]) > 2 * len(told["bare"])
+        assert len(told["long"]) > 2 * len(told["short"]) > 2 * len(told["bare"]) > 2 * len(told["direct"])
+        assert told["direct"] == f"#### {task.data['answer']}"
+
+
+def test_dialogues_answer_at_once_more_often_than_in_any_other_way_and_are_always_right(scripts) -> None:
+    kinds = {"direct": 0, "long": 0, "short": 0}
+    for number in range(600):
+        asked, said = (
+            message["content"] for message in scripts.texts.mini_lesson(seed=0, number=number)["messages"][:2]
+        )
+        if number % 4 == 0:
+            continue
+        kind = "direct" if said.startswith("####") else "long" if said.startswith("We") else "short"
+        kinds[kind] += 1
+        assert said == scripts.texts.worked_out(asked.rsplit("\n", 1)[0], kind)
+    assert kinds["direct"] > max(kinds["long"], kinds["short"]) and min(kinds.values()) > 0.2 * sum(kinds.values())
 
 
 def test_arms_of_fine_tuning_differ_in_pictures_alone(scripts) -> None:
@@ -95,6 +114,16 @@ def test_a_calculation_that_is_told_in_words_is_called_by_its_expression(scripts
         told += asked.startswith("Start with")
         assert asked.startswith("Start with") or expression in asked
     assert 0 < told < 40
+
+
+def test_calculations_that_are_told_in_words_are_mostly_answered_at_once(scripts) -> None:
+    made = [scripts.texts.mini_lesson(seed=0, number=4 * number) for number in range(200)]
+    called = {"What is": [], "Start with": []}
+    for lesson in made:
+        asked, reply = lesson["messages"][:2]
+        called[next(each for each in called if asked["content"].startswith(each))].append("tool_calls" in reply)
+        assert lesson["tools"]
+    assert all(called["What is"]) and 0 < sum(called["Start with"]) < 0.5 * len(called["Start with"])
 
 
 # --- models -----------------------------------------------------------------------------------------------------------
@@ -250,12 +279,12 @@ def test_each_environment_takes_the_hardest_level_that_the_model_earns_enough_on
         found = {level: {"reward": reward, "sampled": sampled / level} for level, reward in enumerate(rewards, 1)}
         return scripts.levels.hardest(name, found)
 
-    assert hardest("tools", 0.9, 0.5, 0.1) == 2 and hardest("sums", 0.9, 0.4, 0.1) == 1
+    assert hardest("tools", 0.9, 0.5, 0.1) == 2 and hardest("sums", 0.9, 0.4, 0.1, sampled=0.7) == 2
     assert hardest("tools", 0.2, 0.1, 0.0) == 1
     assert hardest("tools", 0.9, 0.1, 0.4, sampled=0.6) == 3
     assert hardest("drawing", 0.9, 0.8, 0.7, 0.45, 0.31, sampled=0.6) == 5
     assert hardest("drawing", 0.9, 0.8, 0.7, 0.45, 0.31) == 2  # above, hardly a sample earns anything
-    for given, known in (({"sums": 7}, "1, 2, 3"), ({"drawing": 6}, "1, 2, 3, 4, 5")):
+    for given, known in (({"sums": 7}, "1, 2, 3, 4"), ({"drawing": 6}, "1, 2, 3, 4, 5")):
         ((name, level),) = given.items()
         with pytest.raises(ValueError, match=f"{name} has level {level}, expected one of {known}"):
             scripts.levels.Levels(**given)
@@ -318,27 +347,65 @@ def test_a_probe_tells_every_level_and_chooses_for_arms_to_come_by_one_model_alo
     assert "drawing 5: reward" in capsys.readouterr().out and not (tmp_path / "levels.json").exists()
     scripts.experiments.main(settings)
     said = capsys.readouterr().out
-    assert said.count(": reward") == 5 + 3 + 3 and said.count("  * ") == 3
+    assert said.count(": reward") == 5 + 4 + 3 and said.count("  * ") == 3
     assert scripts.levels.kept_levels(tmp_path / "levels.json") == scripts.levels.Levels(drawing=1, sums=1, tools=1)
 
 
 def test_an_arm_without_its_model_says_what_to_run(scripts, tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="holds no sft-hybrid-none: run benchmarks/rl_base.py"):
+    with pytest.raises(SystemExit, match="holds no sft-hybrid-none: run benchmarks/rl_base.py base, then sft, with"):
         scripts.experiments.run_arm(scripts.experiments.Settings(arm="vision-none", out=tmp_path))
 
 
-def test_every_arm_takes_as_many_samples_and_rigid_never_lifts_its_budget(scripts) -> None:
+def test_toggle_begins_late_and_ends_free_and_rigid_never_lifts_its_budget(scripts) -> None:
     from perilune.rl.lengths import Toggle
 
-    for name in scripts.experiments.ARMS:
-        made = scripts.experiments.arm_of(name, scripts.levels.Levels())
-        assert made.trained and made.evaluated, name
-    toggle = Toggle(scripts.experiments.TOGGLE)
-    last = scripts.experiments.Settings(arm="sums-toggle").iterations - 1
-    phases = [toggle.is_budgeted(iteration) for iteration in range(last + 1)]
-    assert sum(phases) * 2 == len(phases) and phases[0] and not phases[last]
-    rigid = Toggle(scripts.experiments.RIGID)
-    assert all(rigid.is_budgeted(iteration) for iteration in range(100_000))
+    for name in scripts.arms.ARMS:
+        made = scripts.arms.arm_of(name, scripts.levels.Levels(), 100)
+        assert made.trained and made.evaluated and (made.toggle is not None) == (name in ("sums-toggle", "sums-rigid"))
+    for iterations in (40, 100, 107):
+        free, rigid = (Toggle(scripts.arms.toggle(iterations, is_rigid=is_rigid)) for is_rigid in (False, True))
+        phases = [free.is_budgeted(iteration) for iteration in range(iterations)]
+        assert not phases[0] and not phases[-1] and sum(phases) == 3 * (iterations // 10)
+        begun = phases.index(True)
+        assert [rigid.is_budgeted(each) for each in range(10_000)] == [False] * begun + [True] * (10_000 - begun)
+
+
+def test_a_miniature_of_numbers_learns_and_says_what_it_does_not_know(scripts, tmp_path: Path, capsys) -> None:
+    given = {"out": tmp_path, "results": tmp_path / "rl.json", "mini": True}
+    with pytest.raises(SystemExit, match="holds no sft-mini: run benchmarks/rl_base.py mini with"):
+        scripts.experiments.main(scripts.experiments.Settings(arm="sums", **given))
+    scripts.base.main(scripts.base.Settings(step="mini", out=tmp_path, steps=2, dialogues=64, results=given["results"]))
+    small = {"iterations": 1, "tasks": 2, "samples": 2, "evaluated": 2, "items": 4}
+    with pytest.raises(SystemExit, match="--mini knows numbers alone, not drawing"):
+        scripts.experiments.main(scripts.experiments.Settings(arm="vision", **given, **small))
+    scripts.experiments.main(
+        scripts.experiments.Settings(arm="tools", **(given | {"results": tmp_path / "r.json"}), **small)
+    )
+    (row,) = json.loads((tmp_path / "r.json").read_text())
+    assert set(row["after"]) == {"sums", "tools"} and row["levels"]["sums"] == 3 and row["start"] == "mini"
+
+
+def test_a_step_is_measured_by_what_it_moves_and_what_it_gains(scripts, models: Path) -> None:
+    """Two samples of a group, the first of which is right."""
+    from perilune.rl.learner import Learner, LearnerConfig, Sample
+    from perilune.rl.trajectory import Branch
+    from perilune.train import OptimizerConfig
+
+    model, _, _ = scripts.base.load_run(models / "sft-hybrid-zero_vision")
+    learner = Learner(model, LearnerConfig(optimizer=OptimizerConfig(lr=1e-3, weight_decay=0.0)))
+    samples = []
+    for advantage, last in ((0.5, 7), (-0.5, 9)):
+        tokens, mask = np.array([3, 4, 5, last]), np.array([False, False, True, True])
+        drawn = Branch(
+            tokens=tokens, mask=mask, logprobs=np.zeros(4), versions=np.where(mask, 0, -1), media=(), starts=(),
+        )  # fmt: skip
+        (logprobs,) = learner.log_probs([drawn])
+        samples.append(Sample(branches=[replace(drawn, logprobs=np.array([0.0, 0.0, *logprobs]))], advantage=advantage))
+    still = scripts.step.moved(learner, samples)
+    assert still.mean < 1e-5 and abs(still.gain) < 1e-5
+    learner.update(samples)
+    after = scripts.step.moved(learner, samples)
+    assert after.mean > 1e-4 and after.gain > 1e-4
 
 
 def test_a_lost_episode_leaves_a_gap_in_the_rewards_of_its_arm(scripts) -> None:

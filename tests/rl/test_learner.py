@@ -117,6 +117,20 @@ def test_only_sampled_tokens_are_trained():
     np.testing.assert_allclose(each.log_probs([branch])[0], chosen.numpy(), rtol=1e-9)
 
 
+@pytest.mark.parametrize("row_tokens", [1, 40, 8192])
+def test_log_probs_of_many_branches_are_those_of_each_alone(row_tokens):
+    each = learner(row_tokens=row_tokens)
+    asked = [branch for seed in range(5) for branch in sample(seed, branches=1 + seed % 2).branches]
+    unsaid = Recording()
+    unsaid.add([1, 2, 3], [4], [-1.0], 0)
+    asked.insert(2, unsaid.branches[0].since(1))  # of older weights: nothing of it is trained
+    found = each.log_probs(asked)
+    assert [len(part) for part in found] == [branch.num_trained for branch in asked] and len(found[2]) == 0
+    for branch, part in zip(asked, found, strict=True):
+        np.testing.assert_allclose(part, each.log_probs([branch])[0], rtol=1e-9)
+    assert each.log_probs([]) == []
+
+
 def test_a_rewarded_answer_becomes_likelier_and_a_punished_one_less_likely():
     good, bad = sample(1, advantage=1.0), sample(2, advantage=-1.0)
     each = learner(objective=ObjectiveConfig(ratio_low=1e-9, ratio_high=1e9, tau=0.0))

@@ -36,6 +36,14 @@ def test_phases_alternate_and_begin_with_the_budget():
     assert [toggle.is_budgeted(iteration) for iteration in range(6)] == [True, True, False, False, True, True]
 
 
+def test_before_it_begins_every_reward_counts_and_no_budget_is_estimated():
+    toggle = Toggle(ToggleConfig(period=1, threshold=0.0, min_answers=1, after=3))
+    lucky, worked = ([1.0, 1.0], [3, 40], [True, True]), ([1.0, 1.0], [30, 40], [True, True])
+    assert [toggle.is_budgeted(iteration) for iteration in range(7)] == [False, False, False, True, False, True, False]
+    assert toggle.rewards("a", *lucky, iteration=2) == [1.0, 1.0] and not toggle.budgets and not toggle.seen
+    assert toggle.rewards("a", *worked, iteration=3) == [1.0, 0.0] and toggle.budgets == {"a": 30}
+
+
 def test_over_budget_counts_nothing_only_in_the_budgeted_phase_and_once_the_prompt_is_solved():
     toggle = Toggle(ToggleConfig(period=1, threshold=0.75, percentile=50, min_answers=2))
     group = {"rewards": [1.0, 1.0, 1.0, 0.0], "lengths": [10, 20, 90, 5], "right": [True, True, True, False]}
@@ -86,6 +94,7 @@ def test_a_percentile_is_the_smallest_value_that_covers_its_share(values, share)
     [
         (lambda: ToggleConfig(period=0), "at least 1"),
         (lambda: ToggleConfig(threshold=2.0), "a share"),
+        (lambda: ToggleConfig(after=-1), "toggle.after is -1"),
         (lambda: ToggleConfig(percentile=101.0), "0 to 100"),
         (lambda: length_rewards([1], []), "one each"),
         (lambda: Toggle(ToggleConfig()).rewards("a", [1.0], [], [], iteration=0), "expected as many"),

@@ -154,12 +154,12 @@ class Learner:
 
     @torch.no_grad()
     def log_probs(self, branches: Iterable[Branch]) -> list[np.ndarray]:
-        """Of each branch's trained tokens, under the weights as they are."""
-        found = []
-        for branch in branches:
-            (row,) = self._rows([Sample(branches=[branch], advantage=0.0)])
-            found.append(self._policy_tokens(row).new.double().cpu().numpy())
-        return found
+        """Of each branch's trained tokens, under the weights as they are; packed as for an update."""
+        asked = list(branches)
+        rows = self._rows([Sample(branches=[branch], advantage=0.0) for branch in asked])
+        found = [self._policy_tokens(row).new.double().cpu().numpy() for row in rows]
+        ends = np.cumsum([branch.num_trained for branch in asked])
+        return np.split(np.concatenate([*found, np.zeros(0)]), ends[:-1]) if asked else []
 
     def _policy_tokens(self, row: PolicyRow) -> PolicyTokens:
         hidden = self.model.hidden(row.tokens, cu_seqlens=row.cu_seqlens, media=row.media, routes=row.routes)

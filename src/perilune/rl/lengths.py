@@ -13,6 +13,8 @@ Toggle (Kimi K2.5) alternates every `period` iterations between two phases:
                 answer keeps its prompt's budget
     free        reward as it is
 
+It may begin later (`after`): budgets are for a policy that has learnt to work things out.
+
     budget(prompt) = the given percentile of the lengths of right answers, estimated once, when first enough are there
 
 Fixed budgets alone overfit to the length; the free phase keeps the use of more tokens where they help.
@@ -45,12 +47,17 @@ class ToggleConfig:
     """Of the lengths of right answers: the budget."""
     min_answers: int = 4
     """Right answers to a prompt before its budget is estimated."""
+    after: int = 0
+    """Iterations before it begins, free and without a look at lengths. A policy that still answers at once, and is
+    right by luck, would set budgets that nothing worked out can keep."""
 
     def __post_init__(self) -> None:
         if self.period < 1 or self.min_answers < 1:
             raise ValueError(
                 f"toggle.period={self.period!r} and min_answers={self.min_answers!r}: expected at least 1 for both"
             )
+        if self.after < 0:
+            raise ValueError(f"toggle.after is {self.after!r}, expected 0 or more iterations")
         if not 0 <= self.threshold <= 1:
             raise ValueError(f"toggle.threshold is {self.threshold!r}, expected a share in [0, 1]")
         if not 0 <= self.percentile <= 100:
@@ -67,8 +74,9 @@ class Toggle:
     """Lengths of right answers to prompts that have no budget yet."""
 
     def is_budgeted(self, iteration: int) -> bool:
-        """Phases alternate, the budgeted one first."""
-        return (iteration // self.config.period) % 2 == 0
+        """Phases alternate, the budgeted one first, once it has begun."""
+        since = iteration - self.config.after
+        return since >= 0 and (since // self.config.period) % 2 == 0
 
     def rewards(
         self, prompt: str, rewards: Sequence[float], lengths: Sequence[int], right: Sequence[bool], *, iteration: int
@@ -79,7 +87,8 @@ class Toggle:
                 f"a group has {len(rewards)} rewards, {len(lengths)} lengths and {len(right)} verdicts: "
                 "expected as many of each"
             )
-        self._learn(prompt, [length for length, is_right in zip(lengths, right) if is_right])
+        if iteration >= self.config.after:
+            self._learn(prompt, [length for length, is_right in zip(lengths, right) if is_right])
         budget = self.budgets.get(prompt)
         accuracy = sum(right) / len(right) if right else 0.0
         if not self.is_budgeted(iteration) or budget is None or accuracy < self.config.threshold:

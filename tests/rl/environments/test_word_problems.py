@@ -32,6 +32,15 @@ def test_a_generated_answer_follows_from_its_sentences(number, steps, split):
     assert stock >= 0 and task.data["answer"] == str(stock)
 
 
+@given(st.integers(0, 10**6), st.integers(16, 120))
+def test_the_numbers_of_a_generated_problem_keep_to_its_largest(number, largest):
+    question = WordProblems(steps=3, largest=largest).task(number, "train").data["question"]
+    assert 4 <= int(re.findall(r"has (\d+)", question)[0]) <= largest
+    assert all(2 <= int(bought) <= largest // 4 for bought in re.findall(r"buys (\d+) more", question))
+    bags = re.findall(r"gets (\d+) bags with (\d+)", question)
+    assert all(2 <= int(count) <= largest // 4 and 2 <= int(each) <= largest // 8 for count, each in bags)
+
+
 def test_train_and_test_share_no_generated_problem():
     environment = WordProblems(steps=1)
     names = {split: {environment.task(number, split).name for number in range(400)} for split in ("train", "test")}
@@ -93,3 +102,5 @@ def test_a_file_without_problems_is_refused(tmp_path: Path):
 def test_wrong_settings_are_named():
     with pytest.raises(ValueError, match="steps"):
         WordProblems(steps=0)
+    with pytest.raises(ValueError, match="largest is 8"):
+        WordProblems(largest=8)

@@ -43,6 +43,8 @@ class WordProblems:
     """A file of JSON lines (also .zst); empty: generated problems."""
     steps: int = 2
     """Of a generated problem."""
+    largest: int = 49
+    """The most that a generated problem begins with; what is bought, and put into bags, is smaller in proportion."""
     max_tokens: int = 256
     instruction: str = "Give the final number after ####."
     _broken: list[int] = field(default_factory=list, init=False, repr=False, compare=False)
@@ -50,6 +52,8 @@ class WordProblems:
     def __post_init__(self) -> None:
         if not 1 <= self.steps <= 8:
             raise ValueError(f"word_problems.steps is {self.steps!r}, expected 1 to 8")
+        if not 16 <= self.largest <= 400:
+            raise ValueError(f"word_problems.largest is {self.largest!r}, expected 16 to 400")
 
     @property
     def num_broken(self) -> int:
@@ -62,7 +66,7 @@ class WordProblems:
             if not rows:
                 raise ProblemError(f"{self.source!r} holds no problem of the split {split!r}")
             return rows[number % len(rows)]
-        question, answer = generated(draws(self.name, split, number), self.steps, test=split == "test")
+        question, answer = generated(draws(self.name, split, number), self.steps, self.largest, test=split == "test")
         return Task(name=question, data={"question": question, "answer": str(answer)})
 
     async def episode(self, task: Task, talk: Talk) -> None:
@@ -137,28 +141,28 @@ def number_of(text: str) -> Decimal | None:
     return value if value.is_finite() else None
 
 
-def generated(drawn: np.random.Generator, steps: int, *, test: bool) -> tuple[str, int]:
+def generated(drawn: np.random.Generator, steps: int, largest: int, *, test: bool) -> tuple[str, int]:
     """A problem of `steps` steps and its answer, never below zero, for training or for the test."""
     while True:
-        question, stock = _drawn(drawn, steps)
+        question, stock = _drawn(drawn, steps, largest)
         if is_for_test(question) == test:
             return question, stock
 
 
-def _drawn(drawn: np.random.Generator, steps: int) -> tuple[str, int]:
+def _drawn(drawn: np.random.Generator, steps: int, largest: int) -> tuple[str, int]:
     person, friend = (NAMES[index] for index in drawn.choice(len(NAMES), size=2, replace=False))
     things = THINGS[drawn.integers(len(THINGS))]
-    stock = int(drawn.integers(4, 50))
+    stock = int(drawn.integers(4, largest + 1))
     sentences = [f"{person} has {stock} {things}."]
     for _ in range(steps):
         kind = drawn.choice(["buys", "gives", "packs", "doubles"])
-        amount = int(drawn.integers(2, 13))
+        amount = int(drawn.integers(2, largest // 4 + 1))
         if kind == "gives" and stock > 2:
             amount = int(drawn.integers(1, stock))
             stock -= amount
             sentences.append(f"{person} gives {amount} of them to {friend}.")
         elif kind == "packs":
-            each = int(drawn.integers(2, 7))
+            each = int(drawn.integers(2, largest // 8 + 1))
             stock += amount * each
             sentences.append(f"{person} gets {amount} bags with {each} {things} each.")
         elif kind == "doubles" and stock < 500:
