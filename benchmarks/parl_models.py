@@ -4,7 +4,7 @@
     python benchmarks/parl_models.py base --recipe plain --out DIR          AdamW, MLA, plain residuals
     python benchmarks/parl_models.py sft --out DIR                          9 in 10 serial, few good delegations
     python benchmarks/parl_models.py sft --mix well-formed --out DIR        the control: all delegations are good
-    python benchmarks/parl_models.py sft --mix mostly-clumsy --out DIR      nearly all of them are bad
+    python benchmarks/parl_models.py sft --mix all-at-once --out DIR        good ones hand out everything at once
     python benchmarks/parl_models.py worker --out DIR                       single lookups: 90% in 8 steps?
     python benchmarks/parl_models.py all --out DIR                          base, sft and worker
     python benchmarks/parl_models.py pack --name sft-full-mostly-serial-0 --pieces FOLDER --out DIR    small files

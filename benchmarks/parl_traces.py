@@ -1,8 +1,11 @@
 """Dialogues that the models of benchmarks/parl_models.py are fine-tuned on, written by all cores at once.
 
-    python benchmarks/parl_traces.py FILE                             9 in 10 serial, six in ten delegations are good
-    python benchmarks/parl_traces.py FILE --mix well-formed           the control: all delegations are good
-    python benchmarks/parl_traces.py FILE --mix mostly-clumsy         one in twenty is: the skill has to be learnt
+    python benchmarks/parl_traces.py FILE                             9 in 10 serial, six in ten delegations well-formed
+    python benchmarks/parl_traces.py FILE --mix well-formed           the control: all delegations are
+    python benchmarks/parl_traces.py FILE --mix all-at-once           those that are hand out every item at once
+
+Well-formed delegations hand out one item at a time, most of them; what that means for the experiment, a policy of a
+dozen numbers shows in minutes (parl_simulated.py).
 
 A script of its own because every process of a pool reads its main script again, and this one imports no torch: twelve
 processes begin within a second. What is written depends on the settings alone, not on the number of cores.
@@ -13,7 +16,7 @@ name with a dozen values learns to read them, not to know them.
 
 import multiprocessing
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,15 +26,17 @@ import tyro
 
 from perilune.rl.environments.wide_search import WideSearch
 from perilune.rl.environments.wide_search_corpus import CorpusConfig
-from perilune.rl.environments.wide_search_traces import TraceConfig, traces
+from perilune.rl.environments.wide_search_traces import AT_ONCE, WIDTHS, TraceConfig, traces
 
-Mix = Literal["mostly-serial", "well-formed", "mostly-clumsy"]
+Mix = Literal["mostly-serial", "well-formed", "all-at-once"]
 PARTS = 12
 """Of the traces, each with a seed and a library of its own, made side by side."""
 OTHER_LIBRARIES = 1_000_000
 """Seeds of these libraries begin here; those that pre-training reads lie below."""
-WELL_FORMED: dict[Mix, float] = {"mostly-serial": 0.6, "well-formed": 1.0, "mostly-clumsy": 0.05}
-"""Of the delegations, which are a tenth in each of them."""
+MIXES: dict[Mix, tuple[float, Mapping[int | None, float]]] = {
+    "mostly-serial": (0.6, WIDTHS), "well-formed": (1.0, WIDTHS), "all-at-once": (0.6, AT_ONCE),
+}  # fmt: skip
+"""Of the delegations, a tenth in each of them: the well-formed ones, and these by how many items they hand out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +65,8 @@ def trace_configs(settings: Settings) -> list[TraceConfig]:
         TraceConfig(
             orchestrators=len(range(part, settings.orchestrators, parts)),
             workers=len(range(part, settings.workers, parts)),
-            well_formed=WELL_FORMED[settings.mix],
+            well_formed=MIXES[settings.mix][0],
+            widths=MIXES[settings.mix][1],
             seed=settings.seed * PARTS + part,
             environment=environment_of(tiny=settings.tiny, corpus=_library(settings, part)),
         )

@@ -187,14 +187,14 @@ def test_texts_are_the_same_from_one_process_and_from_two(monkeypatch, tmp_path)
 def test_an_arm_from_other_traces_has_a_name_of_its_own_and_is_not_the_arm_of_the_bars(monkeypatch, tmp_path):
     script = load_script(monkeypatch, "parl")
     own = script.Settings(step="train", arm="outcome", out=tmp_path)
-    other = replace(own, mix="mostly-clumsy")
+    other = replace(own, mix="all-at-once")
     assert script.start_of(own) == "sft-full-mostly-serial-0" and script.arm_of(own) == "outcome"
-    assert script.start_of(other) == "sft-full-mostly-clumsy-0" and script.arm_of(other) == "outcome, mostly-clumsy"
+    assert script.start_of(other) == "sft-full-all-at-once-0" and script.arm_of(other) == "outcome, all-at-once"
     looser = replace(own, trained_cap=2.0)
     assert script.arm_of(looser) == "outcome, cap2" and script.start_of(looser) == script.start_of(own)
     assert len({script.name_of(each) for each in (own, other, looser, replace(other, trained_cap=2.0))}) == 4
     assert script.start_of(replace(own, arm="control")) == "sft-full-well-formed-0"
-    with pytest.raises(SystemExit, match="sft --mix mostly-clumsy --recipe full --seed 0 makes it"):
+    with pytest.raises(SystemExit, match="sft --mix all-at-once --recipe full --seed 0 makes it"):
         script.train(other)
     with pytest.raises(SystemExit, match="train the arm first"):
         script.test(other)
@@ -224,3 +224,26 @@ def test_models_are_made_arms_are_trained_tested_and_continued_on_a_cpu(monkeypa
     assert {each["row"] for each in rows} == {"base", "sft", "worker", "train", "test"}
     assert all(each["iterations"] == 2 for each in rows if each["row"] == "test")
     assert "1 of 2 iterations: the same command goes on" in capsys.readouterr().out
+
+
+def test_the_outcome_alone_collapses_from_narrow_delegations_and_not_from_wide_ones(monkeypatch, tmp_path):
+    script = load_script(monkeypatch, "parl_simulated")
+    settings = script.Settings(
+        mixes=("mostly-serial", "all-at-once"), arms=("outcome", "full"), lrs=(0.3,), seeds=3, played=8,
+        results=tmp_path / "rows.json",
+    )  # fmt: skip
+    script.main(settings)
+    found = {(row["mix"], row["arm"]): row for row in json.loads(settings.results.read_text())["rows"]}
+    assert found["mostly-serial", "outcome"]["collapsed"] == 1 and found["mostly-serial", "full"]["prevented"] == 1
+    assert found["all-at-once", "outcome"]["collapsed"] == 0
+    assert found["mostly-serial", "full"]["outcome"] > found["mostly-serial", "outcome"]["outcome"]
+
+
+def test_a_simulated_policy_begins_with_the_shares_of_its_mix_and_moves_towards_what_is_paid(monkeypatch):
+    script = load_script(monkeypatch, "parl_simulated")
+    policy = script.Simulated.begun("mostly-serial")
+    alone, well, widths = (policy.shares(decision, 0) for decision in range(3))
+    assert alone.tolist() == pytest.approx([0.9, 0.1]) and well[0] == pytest.approx(0.6)
+    assert widths.tolist() == pytest.approx(list(script.WIDTHS.values()))
+    policy.update([(0, [(0, 1)], 1.0), (0, [(0, 0)], -1.0)], lr=0.5)
+    assert policy.shares(0, 0)[1] > policy.shares(0, 1)[1] > 0.1  # the kind itself most, others by what they share

@@ -13,10 +13,10 @@ from perilune.rl.environments.wide_search_corpus import CorpusConfig
 from perilune.rl.environments.wide_search_judge import lines_of, normal
 from perilune.rl.environments.wide_search_lookups import look_up, lookups
 from perilune.rl.environments.wide_search_play import ScriptedClient, play
-from perilune.rl.environments.wide_search_policies import hollow, parallel, serial, worker
+from perilune.rl.environments.wide_search_policies import hollow, in_groups, parallel, serial, worker
 from perilune.rl.environments.wide_search_questions import parse_question, truth_of
 from perilune.rl.environments.wide_search_tools import tools
-from perilune.rl.environments.wide_search_traces import TraceConfig, traces
+from perilune.rl.environments.wide_search_traces import AT_ONCE, TraceConfig, traces
 from perilune.rl.rollout import Job, RolloutConfig, Rollouts, replayed
 from perilune.rl.talk import TalkConfig, Workers
 from perilune.rl.trajectory import load_trajectories, save_trajectories
@@ -60,11 +60,36 @@ def test_calls_are_numbered_through_a_dialogue():
         assert ids == [f"functions.{name}:{number}" for number, (name, _) in enumerate(called(trace))]
 
 
-def test_a_well_formed_delegation_gives_every_item_to_a_worker_of_its_own():
-    for trace in (each for each in MADE if each.source == "delegated"):
+@pytest.mark.parametrize("width", [1, 2, None])
+def test_a_well_formed_delegation_gives_items_to_workers_in_order_and_so_many_at_a_time(width):
+    config = replace(CONFIG, orchestrators=8, workers=0, delegated=1.0, well_formed=1.0, widths={width: 1.0})
+    for trace in traces(config):
         question = parse_question(trace.talk.messages[1]["content"])
-        asked = [arguments["prompt"] for name, arguments in called(trace) if name == "assign_task"]
-        assert asked == [question.one(name).text for name in question.names]
+        replies = [message.get("tool_calls") or () for message in trace.talk.messages]
+        groups = [[json.loads(call["function"]["arguments"])["prompt"] for call in calls
+                   if call["function"]["name"] == "assign_task"] for calls in replies]  # fmt: skip
+        groups = [group for group in groups if group]
+        tasks = [question.one(name).text for name in question.names]
+        assert [task for group in groups for task in group] == tasks[: sum(map(len, groups))]
+        assert all(len(group) == (width or len(tasks)) for group in groups[:-1])
+        assert width is not None or groups == [tasks]
+
+
+def test_widths_are_kept_but_for_rounding_and_few_hand_out_everything_at_once():
+    config = replace(CONFIG, orchestrators=400, workers=0, environment=replace(ENVIRONMENT, kinds=("wide",)))
+    most = Counter()
+    for trace in (each for each in traces(config) if each.source == "delegated"):
+        replies = [message.get("tool_calls") or () for message in trace.talk.messages]
+        most[min(5, max(sum(call["function"]["name"] == "assign_task" for call in calls) for calls in replies))] += 1
+    assert most == {1: 20, 2: 2, 4: 1, 5: 1}  # of 24, as WIDTHS says
+
+
+def test_one_item_at_a_time_takes_longer_than_to_work_alone_and_all_at_once_is_fastest():
+    tasks = [replace(ENVIRONMENT, kinds=("wide",)).task(number, "test") for number in range(12)]
+    outcomes = [[play(ENVIRONMENT, task, each).facets["outcome"] for task in tasks]
+                for each in (in_groups(1), serial, in_groups(None))]  # fmt: skip
+    one, alone, everything = (sum(each) / len(each) for each in outcomes)
+    assert one + 0.1 < alone < everything - 0.1
 
 
 def test_delegation_is_as_frequent_in_every_kind_of_task():
@@ -74,7 +99,8 @@ def test_delegation_is_as_frequent_in_every_kind_of_task():
 
 
 def test_what_a_worker_does_not_find_is_looked_for_by_the_orchestrator():
-    config = replace(CONFIG, orchestrators=24, workers=0, delegated=1.0, well_formed=1.0, lost=0.3)
+    at_once = {"delegated": 1.0, "well_formed": 1.0, "widths": AT_ONCE}
+    config = replace(CONFIG, orchestrators=24, workers=0, lost=0.3, **at_once)
     found = [trace for trace in traces(config) if trace.kind == "narrow"]
     own = [{name for name, _ in called(trace)} & {"search", "open"} for trace in found]
     assert all(trace.outcome == 1.0 for trace in found) and any(own) and not all(own)
@@ -136,7 +162,15 @@ def test_contexts_are_short_enough_for_a_small_model():
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"delegated": 1.5}, {"well_formed": 1.4}, {"workers": -1}, {"pairs": 0.9}, {"alone": 0.6, "uncapped": 0.6}],
+    [
+        {"delegated": 1.5},
+        {"well_formed": 1.4},
+        {"widths": {1: 0.5}},
+        {"widths": {1: 1.5, 2: -0.5}},
+        {"workers": -1},
+        {"pairs": 0.9},
+        {"alone": 0.6, "uncapped": 0.6},
+    ],
 )
 def test_shares_that_cannot_be_kept_are_refused(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):

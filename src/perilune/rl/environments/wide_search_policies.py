@@ -2,7 +2,8 @@
 
     serial        looks everything up itself, one thing after the other, and never errs: the oracle that fixes the cap
     parallel      hands every item of a wide question to a worker of its own; does narrow questions and chains itself
-    delegating    the same for any question
+    in_groups(n)  hands items out, n of them at a time; with one at a time a worker only adds steps to the path
+    delegating    hands out all of them at once, of any question
     hollow        spawns for show: empty tasks, and an answer without a row
     copying       spawns for show with tasks that look real: the first item, again and again
     padded        works alone behind a show of empty tasks: as many as the reward for instantiation asks for
@@ -178,14 +179,26 @@ def serial(messages: Sequence[Message]) -> Message:
     return say(_news(messages, question), messages, call)
 
 
-def delegating(messages: Sequence[Message]) -> Message:
-    question, _, is_last = _asked(messages)
-    called = [name for name, _ in read(messages).calls]
-    if question is None or is_last or ASSIGN in called:
-        return serial(messages)  # which fills in what no worker found
-    if CREATE not in called:
-        return say("", messages, (CREATE, {"name": READER, "system_prompt": ROLE}))
-    return say("", messages, *(assigned(question.one(name).text) for name in question.names))
+def in_groups(width: int | None) -> Policy:
+    """Delegates every item, `width` of them at a time (None: all): what one group costs, the next has no more."""
+
+    def policy(messages: Sequence[Message]) -> Message:
+        question, _, is_last = _asked(messages)
+        if question is None or is_last:
+            return serial(messages)
+        calls = read(messages).calls
+        if CREATE not in [name for name, _ in calls]:
+            return say("", messages, (CREATE, {"name": READER, "system_prompt": ROLE}))
+        given = {arguments["prompt"] for name, arguments in calls if name == ASSIGN}
+        left = [task for name in question.names if (task := question.one(name).text) not in given]
+        if not left:
+            return serial(messages)  # which fills in what no worker found
+        return say("", messages, *map(assigned, left[:width]))
+
+    return policy
+
+
+delegating = in_groups(None)
 
 
 def parallel(messages: Sequence[Message]) -> Message:

@@ -3,11 +3,14 @@
     for line in traces(TraceConfig(orchestrators=2000, workers=4000)):       JSON lines, as data/dialogues.py reads them
         file.write(line)
 
-One model learns both roles. As an orchestrator it mostly works alone; a tenth of its dialogues delegate, and part of
-those do it badly, so that spawning begins rare and clumsy: whether, when and how wide is left to be learnt. Delegation
-is as frequent on narrow questions and chains as on wide ones. As a worker it looks up one thing or two, in one hop or
-more, past old pages and pages of the wrong kind, with slips it recovers from; a task that asks for nothing, or for too
-much, gets a short reply at once.
+One model learns both roles. As an orchestrator it mostly works alone; a tenth of its dialogues delegate. Part of those
+do it badly, and most of the others hand out one item at a time, which is well-formed, finishes, and is slower than to
+work alone: spawning begins rare and narrow, and whether, when and how wide is left to be learnt. Where every good
+delegation hands out all items at once, the outcome alone teaches it, and nothing collapses
+(benchmarks/parl_simulated.py). Delegation is as frequent on narrow questions and chains as on wide ones.
+
+As a worker it looks up one thing or two, in one hop or more, past old pages and pages of the wrong kind, with slips it
+recovers from; a task that asks for nothing, or for too much, gets a short reply at once.
 
 Shares are kept exactly, in a drawn order. Dialogues come from the runtime with the environment's own prompts, tools and
 cap: what is learnt is what an episode will show.
@@ -15,9 +18,10 @@ cap: what is learnt is what an episode will show.
 
 import asyncio
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import accumulate
 
 import numpy as np
 
@@ -32,8 +36,8 @@ from perilune.rl.environments.wide_search_policies import (
     VAGUE,
     Policy,
     clumsy,
-    delegating,
     errand,
+    in_groups,
     serial,
     unsure,
     worker,
@@ -45,6 +49,9 @@ BATCH = 16
 """Tasks of workers in one episode."""
 UNCAPPED = 10_000
 """Critical steps: more than any episode takes."""
+WIDTHS: Mapping[int | None, float] = {1: 0.85, 2: 0.08, 4: 0.04, None: 0.03}
+"""Items that a well-formed delegation hands out at a time (None: all of them), and how often: few do it as it pays."""
+AT_ONCE: Mapping[int | None, float] = {None: 1.0}
 IDLE_TASKS = ("", VAGUE, "Help.", "Wait.", "Start now.")
 
 
@@ -56,6 +63,8 @@ class TraceConfig:
     """Of the orchestrator's dialogues."""
     well_formed: float = 0.6
     """Of the delegations; the control arm has 1. The experiment of record has at least half."""
+    widths: Mapping[int | None, float] = field(default_factory=lambda: WIDTHS)
+    """Of the well-formed ones: shares by how many items are handed out at a time."""
     lost: float = 0.05
     """Of the workers in a delegation: those that find nothing, so that the orchestrator looks for itself."""
     alone: float = 0.1
@@ -89,6 +98,8 @@ class TraceConfig:
         ):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"traces.{name} is {getattr(self, name)!r}, expected a share between 0 and 1")
+        if abs(sum(self.widths.values()) - 1) > 1e-9 or min(self.widths.values()) < 0:
+            raise ValueError(f"traces.widths is {dict(self.widths)!r}, expected shares that add up to 1")
         if self.alone + self.uncapped > 1:
             raise ValueError("traces: alone and uncapped are more than all of the dialogues that do not delegate")
         if self.two_hops + self.chains + self.pairs + self.idle > 1:
@@ -152,10 +163,17 @@ def _manners(config: TraceConfig, count: int, drawn: np.random.Generator) -> lis
     good = -int(-delegated * config.well_formed // 1)  # rounded up: a share that is promised is kept
     alone, uncapped = (round((count - delegated) * share) for share in (config.alone, config.uncapped))
     ways = [("clumsy", clumsy(CLUMSY[number % len(CLUMSY)])) for number in range(delegated - good)]
-    manners = [*ways, *[("delegated", delegating)] * good, *[("alone", serial)] * alone]
+    manners = [*ways, *(("delegated", in_groups(width)) for width in _widths(config, good))]
+    manners += [("alone", serial)] * alone
     manners += [("uncapped", serial)] * uncapped
     manners += [("serial", serial)] * (count - len(manners))
     return [manners[at] for at in drawn.permutation(count)]
+
+
+def _widths(config: TraceConfig, count: int) -> list[int | None]:
+    """Of as many delegations, in the order of the config; shares are kept but for rounding."""
+    ends = [round(count * share) for share in accumulate(config.widths.values())]
+    return [width for width, start, end in zip(config.widths, [0, *ends], ends) for _ in range(end - start)]
 
 
 # Workers --------------------------------------------------------------------------------------------------------------

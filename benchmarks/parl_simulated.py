@@ -1,0 +1,232 @@
+"""Will an orchestrator collapse to working alone, or learn to delegate? A dozen numbers say, before a GPU is asked.
+
+    python benchmarks/parl_simulated.py                          arms x mixes x learning rates, 40 seeds: 7 minutes
+    python benchmarks/parl_simulated.py --mixes mostly-serial --arms outcome full --lrs 0.3 --seeds 200
+
+Scripted policies play training tasks of wide search through the real runtime once, in every manner that traces show
+(rl/environments/wide_search_traces.py). A simulated policy then draws manners and is paid what the episode earned, with
+the weights of rl/parl.py and groups, tasks and iterations as in benchmarks/parl.py. What it decides, one after the
+other, as a model does token by token:
+
+    work alone, or begin with a worker?      begun well, or in a clumsy way?      how many at a time?
+
+Each decision is a softmax over the sum of a logit that all kinds of tasks share and one of the kind's own, moved by
+REINFORCE with the group's mean as baseline and Adam. It begins with the shares of the mix. So it shows what the rewards
+pull towards, from where traces leave off; how fast a language model follows, or what it shares between kinds of tasks,
+is not in it. Writes benchmarks/results/parl_simulated.json.
+
+Mixes are those of benchmarks/parl_traces.py.
+"""
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast, get_args
+
+import numpy as np
+import torch
+import tyro
+from parl_traces import MIXES, Mix
+from rl_rows import say
+
+from perilune.recipes.parl import parl
+from perilune.rl.environment import OUTCOME
+from perilune.rl.environments.wide_search import WideSearch
+from perilune.rl.environments.wide_search_play import played
+from perilune.rl.environments.wide_search_policies import CLUMSY, Policy, clumsy, in_groups, serial, unsure
+from perilune.rl.environments.wide_search_questions import TaskKind
+from perilune.rl.environments.wide_search_traces import WIDTHS
+from perilune.rl.parl import Arm, Parl, ParlConfig, arm
+from perilune.rl.trajectory import Trajectory
+from perilune.train.environment import describe_environment
+
+KINDS: tuple[TaskKind, ...] = ("wide", "narrow", "chain")
+FACETS = ("outcome", "parallel", "finish", "spawned", "assigned", "finished", "critical_steps")
+DELEGATED = 0.1
+LEAST = 1e-3
+"""A model gives even what it never saw some probability."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    mixes: tuple[Mix, ...] = get_args(Mix)
+    arms: tuple[Arm, ...] = ("outcome", "full", "no_finish")
+    lrs: tuple[float, ...] = (0.1, 0.3, 0.6)
+    """Of Adam, on logits; with 0.6 the full reward takes ten iterations, as it did once on a GPU."""
+    seeds: int = 40
+    iterations: int = parl().rl.iterations
+    tasks: int = parl().rl.tasks
+    samples: int = parl().rl.rollout.group_size
+    played: int = 64
+    """Tasks of each kind that are drawn from."""
+    lost: float = 0.06
+    """Of the workers that find nothing."""
+    results: Path = Path("benchmarks/results/parl_simulated.json")
+
+
+# What episodes earn ---------------------------------------------------------------------------------------------------
+
+
+def manners() -> dict[str, Policy]:
+    """Alone, the clumsy ways, the widths: in this order, by name."""
+    wide = {f"{width or 'all'} at a time": in_groups(width) for width in WIDTHS}
+    return {"alone": serial, **{f"clumsy, {way}": clumsy(way) for way in CLUMSY}, **wide}
+
+
+def earned(settings: Settings) -> dict[str, np.ndarray]:
+    """kind -> [tasks, manners, FACETS]."""
+
+    async def all_of(kind: TaskKind) -> np.ndarray:
+        environment = WideSearch(kinds=(kind,), spare_steps=1)
+        table = np.zeros((settings.played, len(manners()), len(FACETS)))
+        for number in range(settings.played):
+            task = environment.task(number, "train")
+            for place, policy in enumerate(manners().values()):
+                facets = (await played(environment, task, policy, unsure(settings.lost))).facets
+                table[number, place] = [facets.get(name, 0.0) for name in FACETS]
+        return table
+
+    return {kind: asyncio.run(all_of(kind)) for kind in KINDS}
+
+
+# The policy -----------------------------------------------------------------------------------------------------------
+
+
+def logits_of(mix: Mix) -> list[np.ndarray]:
+    """Of the three decisions, at the start."""
+    well, widths = MIXES[mix]
+    begun = [well, *[(1 - well) / len(CLUMSY)] * len(CLUMSY)]
+    shares = [1 - DELEGATED, DELEGATED], begun, [widths.get(width, 0.0) for width in WIDTHS]
+    return [np.log(np.maximum(share, LEAST)) for share in shares]
+
+
+@dataclass
+class Simulated:
+    """Logits [1 + kinds, options] of each decision: the first row is shared. Adam's averages beside them."""
+
+    logits: list[np.ndarray]
+    mean: list[np.ndarray]
+    square: list[np.ndarray]
+    steps: int = 0
+
+    @classmethod
+    def begun(cls, mix: Mix) -> "Simulated":
+        start = [np.zeros((1 + len(KINDS), len(each))) for each in logits_of(mix)]
+        for rows, each in zip(start, logits_of(mix)):
+            rows[0] = each
+        return cls(start, [np.zeros_like(each) for each in start], [np.zeros_like(each) for each in start])
+
+    def shares(self, decision: int, kind: int) -> np.ndarray:
+        rows = self.logits[decision]
+        weights = np.exp(rows[0] + rows[1 + kind] - (rows[0] + rows[1 + kind]).max())
+        return weights / weights.sum()
+
+    def draw(self, kind: int, dice: np.random.Generator) -> list[tuple[int, int]]:
+        """(decision, option) in turn; the last one says what is done."""
+        taken = [(0, int(dice.choice(2, p=self.shares(0, kind))))]
+        if taken[-1][1]:
+            taken.append((1, int(dice.choice(1 + len(CLUMSY), p=self.shares(1, kind)))))
+            if taken[-1][1] == 0:
+                taken.append((2, int(dice.choice(len(WIDTHS), p=self.shares(2, kind)))))
+        return taken
+
+    def update(self, seen: Sequence[tuple[int, list[tuple[int, int]], float]], lr: float) -> None:
+        """From (kind, decisions, advantage) of every sample."""
+        gradient = [np.zeros_like(each) for each in self.logits]
+        for kind, taken, advantage in seen:
+            for decision, option in taken:
+                push = -self.shares(decision, kind)
+                push[option] += 1
+                gradient[decision][[0, 1 + kind]] += advantage / len(seen) * push
+        self.steps += 1
+        for place, each in enumerate(gradient):
+            self.mean[place] = 0.9 * self.mean[place] + 0.1 * each
+            self.square[place] = 0.99 * self.square[place] + 0.01 * each**2
+            unbiased = self.mean[place] / (1 - 0.9**self.steps), self.square[place] / (1 - 0.99**self.steps)
+            self.logits[place] = self.logits[place] + lr * unbiased[0] / (np.sqrt(unbiased[1]) + 1e-4)
+
+
+def place_of(taken: Sequence[tuple[int, int]]) -> int:
+    """Among the manners."""
+    decision, option = taken[-1]
+    return (0, option, 1 + len(CLUMSY) + option)[decision]
+
+
+def learnt(settings: Settings, table: Mapping[str, np.ndarray], mix: Mix, name: Arm, lr: float, seed: int) -> Any:
+    """Spawn rate of wide, narrow and chain tasks in every iteration [iterations, 3], and outcomes of wide ones."""
+    dice, policy = np.random.default_rng(seed), Simulated.begun(mix)
+    rewards = Parl(arm(name, replace(parl().rl.parl or ParlConfig())))
+    turn = [KINDS.index(kind) for kind in WideSearch().kinds]
+    spawned, outcomes = np.full((settings.iterations, len(KINDS)), np.nan), np.zeros(settings.iterations)
+    for iteration in range(settings.iterations):
+        seen, episodes = [], list[Any]()
+        for number in range(settings.tasks):
+            kind, task = turn[number % len(turn)], int(dice.integers(settings.played))
+            taken = [policy.draw(kind, dice) for _ in range(settings.samples)]
+            facets = [dict(zip(FACETS, table[KINDS[kind]][task, place_of(each)])) for each in taken]
+            weights = rewards.weights(iteration, KINDS[kind])
+            paid = np.array([sum(weight * each[facet] for facet, weight in weights.items()) for each in facets])
+            seen += [(kind, each, gain) for each, gain in zip(taken, paid - paid.mean())]
+            episodes += [SimpleNamespace(facets=each, task_data={"kind": KINDS[kind]}) for each in facets]
+        for place, kind in enumerate(KINDS):
+            here = [each.facets for each in episodes if each.task_data["kind"] == kind]
+            spawned[iteration, place] = np.mean([each["spawned"] > 0 for each in here])
+            if kind == "wide":
+                outcomes[iteration] = np.mean([each[OUTCOME] for each in here])
+        rewards.record(cast(list[Trajectory], episodes), iteration)
+        policy.update(seen, lr)
+    return spawned, outcomes
+
+
+# What came of it ------------------------------------------------------------------------------------------------------
+
+
+def row_of(settings: Settings, table: Mapping[str, np.ndarray], mix: Mix, name: Arm, lr: float) -> dict[str, Any]:
+    runs = [learnt(settings, table, mix, name, lr, seed) for seed in range(settings.seeds)]
+    last = max(1, settings.iterations // 5)
+    ends = np.array([spawned[-last:].mean(0) for spawned, _ in runs])
+    return {
+        "mix": mix, "arm": name, "lr": lr, "seeds": settings.seeds,
+        "spawn": dict(zip(KINDS, np.round(ends.mean(0), 4).tolist())),
+        "collapsed": float(np.mean(ends[:, 0] < 0.05)),
+        "prevented": float(np.mean((ends[:, 0] >= 0.8) & (ends[:, 1:] <= 0.2).all(1))),
+        "outcome": round(float(np.mean([outcomes[-last:].mean() for _, outcomes in runs])), 4),
+        "wide_spawn_by_iteration": np.round(np.mean([spawned[:, 0] for spawned, _ in runs], axis=0), 3).tolist(),
+    }  # fmt: skip
+
+
+def told(row: Mapping[str, Any]) -> str:
+    wide, narrow, chain, collapsed, prevented = (
+        f"{100 * share:3.0f}%" for share in (*row["spawn"].values(), row["collapsed"], row["prevented"])
+    )
+    return (
+        f"{row['mix']:13} {row['arm']:9} lr {row['lr']:<4g} workers in {wide} of wide, {narrow} of narrow tasks, "
+        f"{chain} of chains; collapsed {collapsed}, prevented {prevented} of seeds; outcome {row['outcome']:.2f}"
+    )
+
+
+def main(settings: Settings) -> None:
+    table = earned(settings)
+    means = {
+        kind: dict(zip(manners(), (dict(zip(FACETS, each)) for each in np.round(rows.mean(0), 4).tolist())))
+        for kind, rows in table.items()
+    }
+    for name, facets in means["wide"].items():
+        say(f"wide, {name:22} " + "  ".join(f"{facet} {facets[facet]:.2f}" for facet in FACETS))
+    rows = []
+    for mix in settings.mixes:
+        for name in settings.arms:
+            for lr in settings.lrs:
+                rows.append(row_of(settings, table, mix, name, lr))
+                say(told(rows[-1]))
+    settings.results.parent.mkdir(parents=True, exist_ok=True)
+    environment = describe_environment(torch.device("cpu"))
+    plain = {"settings": {**vars(settings), "results": settings.results.name}, "episodes": means, "rows": rows}
+    settings.results.write_text(json.dumps({"environment": environment, **plain}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Settings, description=__doc__))
