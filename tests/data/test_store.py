@@ -49,6 +49,22 @@ def test_store_holds_every_document_between_bos_and_eos(tokenizer, tmp_path: Pat
         assert store.tokens.dtype == np.uint16
 
 
+def test_domains_of_held_out_documents_are_kept_and_cut_the_store_into_parts(tokenizer, tmp_path: Path) -> None:
+    valid = tokenize_corpus(CORPUS, tokenizer, cache_dir=tmp_path).valid
+    assert list(valid.domains) == [document.domain for document in CORPUS.documents("valid")]
+    parts = valid.by_domain()
+    sizes = [part.num_tokens for part in parts.values()]
+    assert len(parts) > 1 and sizes == sorted(sizes, reverse=True) and sum(sizes) == valid.num_tokens
+    for domain, part in parts.items():
+        numbers = [number for number, each in enumerate(valid.domains) if each == domain]
+        assert [part.document(n).tolist() for n in range(part.num_documents)] == [
+            valid.document(number).tolist() for number in numbers
+        ]
+    joined = valid.by_domain(most=2)
+    assert list(joined) == [next(iter(parts)), "others"]
+    assert sum(part.num_bytes for part in joined.values()) == valid.num_bytes
+
+
 def test_validation_bytes_are_those_of_the_texts(tokenizer, tmp_path: Path) -> None:
     stores = tokenize_corpus(CORPUS, tokenizer, cache_dir=tmp_path)
     batches = valid_batches(stores.valid, seq_len=33, rows_per_batch=4)
@@ -88,7 +104,9 @@ def test_fingerprint_and_folder_change_with_data_and_tokenizer(tokenizer, tmp_pa
     assert stores[0].train.fingerprint != stores[0].valid.fingerprint
 
 
-@pytest.mark.parametrize("name", ["train.bin", "valid.bin", "train.npy", "bytes_per_token.npy", "meta.json"])
+@pytest.mark.parametrize(
+    "name", ["train.bin", "valid.bin", "train.npy", "bytes_per_token.npy", "valid.domains.json", "meta.json"]
+)
 @pytest.mark.parametrize("damage", ["truncate", "flip", "remove"])
 def test_damaged_cache_is_detected_and_built_again(tokenizer, tmp_path: Path, name: str, damage: str) -> None:
     folder = tokenize_corpus(CORPUS, tokenizer, cache_dir=tmp_path).folder

@@ -13,13 +13,13 @@ from tests.train.tiny_runs import MODEL, tiny_run
 from perilune.cli import main
 from perilune.data import Corpus, Tokenizer
 from perilune.data.probes.needle import KEYS, needle_row, value_tokens
-from perilune.eval import EvalConfig, evaluate_run, scores
-from perilune.eval.copying import copy_accuracy
+from perilune.eval import EvalConfig, evaluate_run
 from perilune.eval.held_out import HeldOut, held_out
 from perilune.eval.needle import needle_accuracy
 from perilune.eval.positions import bucket_borders, loss_by_position
 from perilune.model import Decoder
-from perilune.train import RunConfig, load_run, train
+from perilune.train import RunConfig, load_run, scores, train
+from perilune.train.copying import copy_accuracy
 
 CPU = torch.device("cpu")
 

@@ -176,6 +176,25 @@ def test_probes_are_shown_by_accuracy(tmp_path: Path):
     assert all(math.isclose(value, 0.75) for value in plot.series[0].y)
 
 
+def test_what_stands_beside_the_loss_is_shown_where_it_was_measured(folder: Path):
+    ladder = together()
+    results = write_synthetic(ladder, folder, rho=RHO)
+    assert report_tables.downstream(read_evidence(ladder, folder)) is None
+    for result in results:
+        if result.arm == "muon" and result.rung in ("w128", "w192"):
+            found = {"domains": {"prose": 1.25, "python": 0.75}, "copying": {"16": 0.5}}
+            write_result(folder, dataclasses.replace(result, **found))
+    evidence = read_evidence(ladder, folder)
+    shown = report_tables.downstream(evidence)
+    place = shown.columns.index("muon")
+    assert [(row[0], row[1], row[place]) for row in shown.rows] == [
+        ("w128", "copies of 16 tokens", "0.500"), ("w192", "copies of 16 tokens", "0.500"),
+        ("w192", "prose", "1.2500"), ("w192", "python", "0.7500"),
+    ]  # fmt: skip
+    assert all(cell == "-" for row in shown.rows for at, cell in enumerate(row[2:], start=2) if at != place)
+    assert "## Beside the loss" in as_text(evidence) and "copies of 16 tokens" in render_page(page(evidence))
+
+
 def test_names_and_notes_cannot_break_the_page_or_a_table(tmp_path: Path):
     base = together()
     hostile: Ladder = dataclasses.replace(

@@ -6,10 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from perilune.data import ValidationSet
 from perilune.ladder import cost, run
 from perilune.ladder.design import Arm, Cell, Horizon, Ladder, branch, trunk
 from perilune.recipes.ladders import tiny
-from perilune.train import RunError, train
+from perilune.train import RunError, load_run, train
+from perilune.train.copying import copy_accuracy
+from perilune.train.evaluate import validate
 
 
 def small(**changes) -> Ladder:
@@ -36,6 +39,34 @@ def test_a_horizon_that_branches_off_is_the_run_that_decays_from_the_start(tmp_p
         summary = train(whole, runs_folder=tmp_path / "whole", quiet=True)
         assert summary["valid_loss"] == results[horizon.name].loss
         assert summary["tokens"] == results[horizon.name].tokens == end * cost.tokens_per_step(config)
+
+
+def test_a_result_says_what_the_model_does_with_kinds_of_text_and_with_copies(tmp_path: Path, monkeypatch):
+    ladder = small()
+    cell = next(ladder.cells())
+    kept = {}
+
+    def keep(result, folder, data):
+        kept[result.horizon] = load_run(folder), data
+        return with_downstream(result, folder, data)
+
+    with_downstream = run._with_downstream
+    monkeypatch.setattr(run, "_with_downstream", keep)
+    for result in run.run_cell(ladder, cell, tmp_path / "ladder", ran_alone=True):
+        (model, tokenizer, config), data = kept[result.horizon]
+        rows = {"rows": 10_000, "micro_batch_rows": 16, "device": torch.device("cpu")}
+        stores = data.valid.store.by_domain()
+        # As many rows as the domains have, where those are no more than what is looked at.
+        small_ones = [domain for domain, store in stores.items() if store.num_tokens <= 16 * config.data.seq_len]
+        assert list(result.domains) == list(stores) and small_ones
+        for domain in small_ones:
+            whole = ValidationSet(stores[domain], config.data.seq_len)
+            assert result.domains[domain] == pytest.approx(validate(model, whole, **rows)["bits_per_byte"], rel=1e-5)
+        assert list(result.copying) == [str(n) for n in (16, 64) if 2 * n <= config.data.seq_len]
+        copies = copy_accuracy(model, tokenizer, length=16, rows=16, device=torch.device("cpu"))
+        assert result.copying["16"] == copies["accuracy"]
+    read = {result.horizon: result for result in run.read_results(tmp_path / "ladder")}
+    assert read == {each.horizon: each for each in run.run_cell(ladder, cell, tmp_path / "ladder", ran_alone=True)}
 
 
 def test_arms_start_from_the_same_weights_and_see_the_same_rows(tmp_path: Path):

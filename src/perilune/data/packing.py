@@ -178,6 +178,10 @@ class ValidationSet:
         num_rows = max(1, -(-(store.num_tokens - 1) // seq_len))
         self.num_rows = num_rows if max_rows is None else min(num_rows, max_rows)
 
+    @property
+    def store(self) -> TokenStore:
+        return self._dataset.store
+
     def batch(self, first_row: int, count: int) -> PackedBatch:
         store = self._dataset.store
         rows = [self._row(index) for index in range(first_row, first_row + count)]

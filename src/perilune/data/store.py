@@ -6,6 +6,7 @@ One folder per (corpus, tokenizer), named by the hash of both:
     train.bin, valid.bin      the tokens of all documents in corpus order, uint16 or uint32
     train.npy, valid.npy      int64 [documents + 1]: where each document begins in the .bin
     bytes_per_token.npy       int32 [vocab_size]
+    valid.domains.json        what kind of text each held-out document is
 
 A document is stored as [BOS] text [EOS]. With [BOS] as the first input every byte of the text is a target once, so bits
 per byte is exact; with [EOS] as the last target a model learns where documents end.
@@ -21,7 +22,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,12 @@ from perilune.data.corpus import Corpus, Document, Progress, Split
 from perilune.data.tokenizer import Tokenizer
 from perilune.data.turns import turn
 
-VERSION = 1  # part of the folder's name: raise it when the same input gives other files
+VERSION = 2  # part of the folder's name: raise it when the same input gives other files
+DOMAINS = "valid.domains.json"
 SPLITS: tuple[Split, ...] = ("train", "valid")
+MOST_DOMAINS = 12
+UNNAMED = "text"
+"""The domain of what comes without one."""
 _BATCH_CHARACTERS = 4_000_000
 _ABANDONED_SECONDS = 24 * 3600
 
@@ -54,6 +59,8 @@ class TokenStore:
     pad_id: int
     fingerprint: str
     num_bytes: int
+    domains: tuple[str, ...] = ()
+    """What kind of text each document is; of held-out documents alone."""
 
     @property
     def num_documents(self) -> int:
@@ -66,9 +73,30 @@ class TokenStore:
     def document(self, number: int) -> np.ndarray:
         return self.tokens[self.offsets[number] : self.offsets[number + 1]]
 
+    def by_domain(self, most: int = MOST_DOMAINS) -> dict[str, "TokenStore"]:
+        """Stores in memory, the largest domain first; the smallest are joined as "others" where there are more than
+        `most`. Empty where nobody wrote down what the documents are."""
+        sizes: dict[str, int] = {}
+        for domain, size in zip(self.domains, np.diff(self.offsets).tolist(), strict=False):
+            sizes[domain] = sizes.get(domain, 0) + size
+        ids = {"bos_id": self.bos_id, "eos_id": self.eos_id, "pad_id": self.pad_id}
+        return {
+            label: TokenStore.from_documents(
+                [self.document(number) for number, domain in enumerate(self.domains) if domain in members],
+                bytes_per_token=self.bytes_per_token, **ids,
+            )
+            for label, members in domain_labels(sizes, most).items()
+        }  # fmt: skip
+
     @classmethod
     def from_documents(
-        cls, documents: Sequence[Sequence[int]], *, bytes_per_token: np.ndarray, bos_id: int, eos_id: int, pad_id: int
+        cls,
+        documents: Sequence[Sequence[int] | np.ndarray],
+        *,
+        bytes_per_token: np.ndarray,
+        bos_id: int,
+        eos_id: int,
+        pad_id: int,
     ) -> "TokenStore":
         """A store in memory from documents that are already tokens ([BOS] and [EOS] included)."""
         if any(len(document) == 0 for document in documents):
@@ -76,7 +104,8 @@ class TokenStore:
         offsets = np.zeros(len(documents) + 1, dtype=np.int64)
         np.cumsum([len(document) for document in documents], out=offsets[1:])
         vocab_size = len(bytes_per_token)
-        tokens = np.array([token for document in documents for token in document], dtype=token_dtype(vocab_size))
+        parts = [np.asarray(document) for document in documents]
+        tokens = np.concatenate([*parts, np.zeros(0, np.int64)]).astype(token_dtype(vocab_size))
         table = np.asarray(bytes_per_token, dtype=np.int32)
         digest = hashlib.sha256(tokens.tobytes() + offsets.tobytes() + table.tobytes())
         digest.update(f"{bos_id} {eos_id} {pad_id}".encode())
@@ -100,6 +129,14 @@ class TokenStores:
     valid: TokenStore
     folder: Path
     fingerprint: str
+
+
+def domain_labels(sizes: Mapping[str, int], most: int) -> dict[str, list[str]]:
+    """Names to show -> the domains each stands for, the largest first; from the `most`-th on they are "others"."""
+    order = sorted(sizes, key=lambda domain: -sizes[domain])
+    if len(order) <= most:
+        return {domain: [domain] for domain in order}
+    return {**{domain: [domain] for domain in order[: most - 1]}, "others": order[most - 1 :]}
 
 
 def token_dtype(vocab_size: int) -> type[np.unsignedinteger]:
@@ -231,6 +268,7 @@ def _open_split(folder: Path, split: Split, meta: dict[str, Any]) -> TokenStore:
         pad_id=meta["pad_id"],
         fingerprint=f"{meta['fingerprint']}/{split}",
         num_bytes=meta["num_bytes"][split],
+        domains=tuple(json.loads((folder / DOMAINS).read_text(encoding="utf-8"))) if split == "valid" else (),
     )
 
 
@@ -238,6 +276,7 @@ def _write(folder: Path, corpus: Corpus, tokenizer: Tokenizer, progress: Progres
     dtype = token_dtype(tokenizer.vocab_size)
     offsets: dict[Split, list[int]] = {split: [0] for split in SPLITS}
     num_bytes: dict[Split, int] = dict.fromkeys(SPLITS, 0)
+    domains: list[str] = []
     total = sum(corpus.summary.num_documents.values())
     with contextlib.ExitStack() as stack:
         files = {split: stack.enter_context((folder / f"{split}.bin").open("wb")) for split in SPLITS}
@@ -247,6 +286,8 @@ def _write(folder: Path, corpus: Corpus, tokenizer: Tokenizer, progress: Progres
                 files[split].write(tokens.tobytes())
                 offsets[split].append(offsets[split][-1] + len(tokens))
                 num_bytes[split] += len(document.text.encode())
+                if split == "valid":
+                    domains.append(document.domain or UNNAMED)
             if progress is not None:
                 progress("tokenizing", sum(len(starts) - 1 for starts in offsets.values()), total)
         for file in files.values():  # a store that survives a power cut is worth a second
@@ -255,6 +296,7 @@ def _write(folder: Path, corpus: Corpus, tokenizer: Tokenizer, progress: Progres
     for split in SPLITS:
         np.save(folder / f"{split}.npy", np.array(offsets[split], dtype=np.int64))
     np.save(folder / "bytes_per_token.npy", tokenizer.bytes_per_token)
+    (folder / DOMAINS).write_text(json.dumps(domains), encoding="utf-8")
     names = sorted(path.name for path in folder.iterdir())
     meta = {
         "version": VERSION,

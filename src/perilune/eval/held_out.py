@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from perilune.data import Corpus, CorpusConfig, Document, Progress, Tokenizer, TokenStore
+from perilune.data.store import MOST_DOMAINS, UNNAMED, domain_labels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +25,7 @@ class HeldOut:
 
 
 def held_out(
-    corpus: CorpusConfig, tokenizer: Tokenizer, *, max_domains: int = 12, progress: Progress | None = None
+    corpus: CorpusConfig, tokenizer: Tokenizer, *, max_domains: int = MOST_DOMAINS, progress: Progress | None = None
 ) -> HeldOut:
     """Of a corpus; the smallest domains are joined as "others" when there are more than `max_domains`."""
     documents = list(Corpus(corpus, progress=progress).documents("valid"))
@@ -54,10 +55,7 @@ def held_out(
 def _by_domain(documents: Sequence[Document], max_domains: int) -> dict[str, list[Document]]:
     groups: dict[str, list[Document]] = {}
     for document in sorted(documents, key=lambda document: (document.domain, document.id)):
-        groups.setdefault(document.domain or "text", []).append(document)
-    order = sorted(groups, key=lambda domain: -sum(len(document.text) for document in groups[domain]))
-    if len(order) <= max_domains:
-        return {domain: groups[domain] for domain in order}
-    kept, joined = order[: max_domains - 1], order[max_domains - 1 :]
-    others = [document for domain in joined for document in groups[domain]]
-    return {**{domain: groups[domain] for domain in kept}, "others": others}
+        groups.setdefault(document.domain or UNNAMED, []).append(document)
+    sizes = {domain: sum(len(document.text) for document in members) for domain, members in groups.items()}
+    labels = domain_labels(sizes, max_domains)
+    return {label: [document for domain in members for document in groups[domain]] for label, members in labels.items()}

@@ -7,8 +7,8 @@ import torch
 from perilune.data.probes.needle import needle_row
 from perilune.data.tokenizer import Tokenizer
 from perilune.eval.held_out import HeldOut
-from perilune.eval.scores import evaluating
 from perilune.model import Decoder
+from perilune.train.scores import evaluating
 
 DEPTHS = 4
 

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from perilune.eval.held_out import HeldOut
-from perilune.eval.scores import evaluating, token_scores
 from perilune.model import Decoder
+from perilune.train.scores import evaluating, token_scores
 
 FIRST_BUCKET = 64
 

@@ -10,11 +10,11 @@ import torch
 from perilune.data import CorpusConfig, Progress, ValidationSet
 from perilune.data.probes import ProbeRows
 from perilune.data.probes.needle import needle_row
-from perilune.eval.copying import copy_accuracy
 from perilune.eval.held_out import held_out
 from perilune.eval.needle import needle_accuracy
 from perilune.eval.positions import loss_by_position
 from perilune.train import RunConfig, load_run
+from perilune.train.copying import copy_accuracy
 from perilune.train.evaluate import answer_accuracy, validate
 
 

@@ -23,8 +23,8 @@ from perilune.data.generated import SplitMix
 from perilune.data.picture_scores import Interval
 from perilune.data.scenes import Picture, Shape, box, mask, write_svg
 from perilune.data.tokenizer import Tokenizer
-from perilune.eval.scores import evaluating
 from perilune.model import Decoder
+from perilune.train.scores import evaluating
 
 Kind = Literal["left", "above", "size", "inside", "overlap", "count"]
 Form = Literal["svg", "sentences"]

@@ -17,6 +17,7 @@ from perilune.ladder.sweep import Best, taken
 from perilune.report.plots import compact
 from perilune.train.config_file import differences, to_plain
 
+COPIED = "copies of"
 _LADDERS_OWN = ("name:", "seed:")
 
 
@@ -168,6 +169,39 @@ def accuracies(evidence: Evidence) -> Rows | None:
         columns=("rung", *arms),
         rows=tuple(rows),
         text="Share of the answers that are right; in brackets that of rows without a wrong one. Mean over seeds.",
+    )
+
+
+def downstream(evidence: Evidence) -> Rows | None:
+    """At the longest horizon: copying on every rung, kinds of text on the largest that has any."""
+    longest = cost.horizon_names(evidence.ladder)[-1]
+    found: dict[tuple[str, str, str], list[float]] = defaultdict(list)
+    for result in evidence.results:
+        if result.horizon == longest:
+            for length, share in result.copying.items():
+                found[result.rung, f"{COPIED} {length} tokens", result.arm].append(share)
+            for domain, bits in result.domains.items():
+                found[result.rung, domain, result.arm].append(bits)
+    if not found:
+        return None
+    measured = {rung for rung, _, _ in found}
+    largest = [rung.name for rung in evidence.ladder.rungs if rung.name in measured][-1]
+    rows = []
+    for rung, what in dict.fromkeys((rung, what) for rung, what, _ in found):
+        is_copy = what.startswith(COPIED)
+        if is_copy or rung == largest:
+            cells = [found.get((rung, what, arm)) for arm in evidence.present_arms()]
+            form = ".3f" if is_copy else ".4f"
+            rows.append((rung, what, *(format(statistics.fmean(cell), form) if cell else "-" for cell in cells)))
+    order = [rung.name for rung in evidence.ladder.rungs]
+    return Rows(
+        title="Beside the loss",
+        columns=("rung", "what", *evidence.present_arms()),
+        rows=tuple(sorted(rows, key=lambda row: order.index(row[0]))),
+        text=(
+            f"After {longest}, mean over seeds: bits per byte of the kinds of held-out text (lower is better), and the "
+            "share of random tokens that are right the second time they come. Older cells have none."
+        ),
     )
 
 
@@ -343,6 +377,7 @@ def all_rows(evidence: Evidence) -> list[Rows]:
         combinations(evidence),
         held_out(evidence),
         losses(evidence),
+        downstream(evidence),
         tuning(evidence),
         arms(evidence),
         rungs(evidence),

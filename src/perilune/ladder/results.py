@@ -53,6 +53,10 @@ class Result:
     """Of a probe: share of the answers that are right."""
     exact_match: float | None = None
     """Of a probe: share of the rows whose answers are all right."""
+    domains: Mapping[str, float] = field(default_factory=dict)
+    """Bits per byte of held-out text by its kind (train/downstream.py)."""
+    copying: Mapping[str, float] = field(default_factory=dict)
+    """Share of right tokens, by how many random ones there are to copy."""
     corpus: str = ""
     """Fingerprint of the text it was trained on."""
     environment: Mapping[str, str] = field(default_factory=dict)

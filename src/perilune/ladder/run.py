@@ -16,12 +16,13 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from perilune.data import ValidationSet
 from perilune.ladder import cost
 from perilune.ladder.design import Cell, Horizon, Ladder, branch, fingerprint, trunk
 from perilune.ladder.results import (
@@ -33,9 +34,11 @@ from perilune.ladder.results import (
     write_result,
 )
 from perilune.model import Decoder, ModelConfig
-from perilune.train import RunConfig, checkpoint, run_folder, train
+from perilune.train import RunConfig, checkpoint, load_run, run_folder, train
 from perilune.train.batches import RunData, open_data
+from perilune.train.downstream import downstream
 from perilune.train.run_folder import RunError
+from perilune.train.trainer import pick_device
 
 CELLS = "cells"
 MAX_LOGIT_ENTRIES = 100
@@ -102,6 +105,7 @@ def run_cell(
             summary = _go_on(ladder, cell, leg.tip, cells, report, data)
             seconds = time.monotonic() - begun
             known = _result(ladder, cell, leg, summary, cells, ran_alone=ran_alone, commit=commit, seconds=seconds)
+            known = _with_downstream(known, cells / leg.tip.name, data)
             write_result(folder, known)
             shutil.rmtree(cells / leg.tip.name / run_folder.CHECKPOINTS)
         else:
@@ -208,6 +212,17 @@ def _result(
         max_logits_are_bounds=any(any(record.get("max_logit_is_bound", ())) for record in records),
         clipped_heads=sum(record.get("clipped_heads", 0) for record in records),
     )
+
+
+def _with_downstream(result: Result, folder: Path, data: RunData) -> Result:
+    """What the model does beside its loss, where it was trained on text; its checkpoint is about to go."""
+    if not isinstance(data.valid, ValidationSet):
+        return result
+    config = run_folder.read_config(folder)
+    device = pick_device(config.trainer.device)
+    model, tokenizer, _ = load_run(folder, device=device)
+    found = downstream(model, tokenizer, data.valid, seq_len=config.data.seq_len, device=device)
+    return replace(result, domains=found.domains, copying=found.copying)
 
 
 def _train_records(metrics: Path) -> list[dict[str, Any]]:

@@ -11,8 +11,8 @@ import torch
 
 from perilune.data.probes.draws import Draws
 from perilune.data.tokenizer import Tokenizer
-from perilune.eval.scores import evaluating, token_scores
 from perilune.model import Decoder
+from perilune.train.scores import evaluating, token_scores
 
 
 def copy_accuracy(
