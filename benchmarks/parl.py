@@ -241,16 +241,16 @@ async def _train(
     environments = {"wide_search": wide_search(settings, settings.trained_cap)}
     async with Loop(model, tokenizer, environments, config, folder=folder, resume=resume, about=about) as loop:
         if not resume:
-            loop.save()
+            await loop.save()
         say(f"{name_of(settings)}: engines are there, iteration {loop.iteration}/{config.iterations}")
         began = saved = time.monotonic()
         while loop.iteration < config.iterations and time.monotonic() - began < settings.seconds:
             record = await loop.step()
             say(_line(settings, record))
             if time.monotonic() - saved > 60:  # a call that is cut off loses a minute at most
-                loop.save()
+                await loop.save()
                 saved = time.monotonic()
-        loop.save()
+        await loop.save()
         return time.monotonic() - began
 
 

@@ -298,7 +298,7 @@ class Work:
             say(f"engine ready, iteration {loop.iteration} of {settings.iterations}")
             looked = await self._look(loop)
             if not resume:
-                loop.save()  # so that what was seen before is there, whatever happens
+                await loop.save()  # so that what was seen before is there, whatever happens
             kept = min(max(looked, LOOK_SECONDS[0]), LOOK_SECONDS[1])
             last_save = time.monotonic()
             while loop.iteration < settings.iterations and self.stop.signal_number is None:
@@ -309,9 +309,9 @@ class Work:
                 if loop.iteration in (1, 2, 3, 5) or loop.iteration % 10 == 0 or settings.tiny:
                     say(_line(settings, record))
                 if time.monotonic() - last_save > SAVE_SECONDS:
-                    loop.save()
+                    await loop.save()
                     last_save = time.monotonic()
-            loop.save()
+            await loop.save()
             say(f"saved at iteration {loop.iteration}")
             if self.stop.signal_number is None:
                 await self._look(loop)

@@ -1,6 +1,7 @@
 """Judges in other processes: the same facets, and what goes wrong in one costs its own episode."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -39,6 +40,8 @@ class Odd:
             os._exit(3)
         if do == "sleep":
             time.sleep(600)
+        if do == "exit":
+            sys.exit("enough")
         if do == "print":
             print("a judge that prints")
         return {"outcome": 0.5, "process": float(os.getpid())}
@@ -89,6 +92,31 @@ def test_judges_that_hang_are_ended_and_use_up_no_process(processes: JudgeProces
             processes.judged(Odd(), _task("sleep"), (), (), seconds=0.3)
     assert processes.count == 0
     assert processes.judged(Odd(), _task("fine"), (), (), seconds=SECONDS)["outcome"] == 0.5
+
+
+def test_a_judge_that_hangs_costs_none_of_those_that_wait_for_its_process() -> None:
+    one = JudgeProcesses(1)
+    try:
+        one.judged(Odd(), _task("fine"), (), (), seconds=SECONDS)
+        with ThreadPoolExecutor(9) as threads:
+            hung = threads.submit(one.judged, Odd(), _task("sleep"), (), (), seconds=2.0)
+            time.sleep(0.2)  # it has the process
+            waiting = [threads.submit(one.judged, Odd(), _task("fine"), (), (), seconds=60.0) for _ in range(8)]
+            assert [each.result()["outcome"] for each in waiting] == [0.5] * 8
+            with pytest.raises(TimeoutError):
+                hung.result()
+        assert one.count == 1
+    finally:
+        one.close()
+
+
+def test_a_judge_that_reads_nothing_is_given_up_however_long_the_question(processes: JudgeProcesses) -> None:
+    processes.judged(Odd(), _task("fine"), (), (), seconds=SECONDS)
+    (judge,) = processes._idle
+    os.kill(judge._process.pid, signal.SIGSTOP)
+    with pytest.raises(TimeoutError):
+        processes.judged(Odd(), _task("fine"), _said("x" * (1 << 20)), (), seconds=0.3)
+    assert processes.judged(Odd(), _task("fine"), _said("x" * (1 << 20)), (), seconds=SECONDS)["outcome"] == 0.5
 
 
 def test_an_environment_that_does_not_ask_for_it_is_judged_here() -> None:

@@ -155,7 +155,9 @@ def test_a_gradient_that_is_not_finite_moves_nothing():
 
 def test_nothing_to_learn_changes_nothing():
     each = learner()
-    assert each.update([]).skipped
+    before = {name: value.clone() for name, value in each.model.state_dict().items()}
+    assert each.update([]).tokens == 0 and not each.update([]).skipped
+    assert all(torch.equal(value, before[name]) for name, value in each.model.state_dict().items())
     recording = Recording()
     recording.add([1, 2], [], [], 0)
     assert each.update([Sample(branches=recording.branches, advantage=1.0)]).tokens == 0
@@ -202,6 +204,9 @@ def test_supervised_rows_are_mixed_in_by_their_weight():
         num_bytes=30,
     )  # fmt: skip
     each = learner(ptx_weight=1.0)
+    alone = learner(ptx_weight=1.0)  # where no group taught anything, dialogues still do
+    first, second = (alone.update([], ptx=batch) for _ in range(2))
+    assert second.ptx_loss < first.ptx_loss and first.tokens == 0 and first.loss == 0.0 and not first.skipped
     losses = [each.update([sample(5, advantage=0.0)], ptx=batch).ptx_loss for _ in range(4)]
     assert losses == sorted(losses, reverse=True) and losses[0] > losses[-1]
     assert learner().update([sample(5)], ptx=batch).ptx_loss is None

@@ -1,6 +1,7 @@
 """The whole loop on a tiny model: it learns, it resumes to the same bits, and bad episodes do not stop it."""
 
 import asyncio
+import contextlib
 import gc
 import json
 from dataclasses import replace
@@ -216,6 +217,49 @@ def test_an_overlapped_run_that_is_stopped_goes_on_without_losing_what_was_parke
     assert len(ended) == len(set(ended))  # no episode twice
     for began in (0, 1):
         assert len({key for key in ended if key[1] == began}) == 8  # all of those that had time to end
+
+
+def test_an_overlapped_run_that_is_resumed_gives_the_same_bits(start, tmp_path):
+    settings = config(
+        6, deterministic=True, tasks=2, overlap=True, checkpoint_every=2, groups=GroupConfig(max_staleness=8),
+        rollout=RolloutConfig(group_size=4, iteration_tokens=2, talk=TalkConfig(max_tokens=4)),
+    )  # fmt: skip
+    whole, again = fresh(start), fresh(start)
+    expected, _ = run(whole, {"copying": Copying()}, settings, tmp_path / "whole")
+    run(fresh(start), {"copying": Copying()}, settings, tmp_path / "cut", stop_after=3)
+    found, _ = run(again, {"copying": Copying()}, settings, tmp_path / "cut", resume=True)
+    assert [record["iteration"] for record in found] == [3, 4, 5, 6]
+    for name in ("reward", "loss", "gap", "grad_norm", "trained_tokens", "parked", "length", "staleness"):
+        assert [record[name] for record in found] == [record[name] for record in expected[2:]], name
+    for name, value in whole.state_dict().items():
+        torch.testing.assert_close(again.state_dict()[name], value, rtol=0, atol=0, msg=name)
+
+
+def test_a_record_that_a_kill_left_half_written_does_not_keep_a_run_from_going_on(start, tmp_path):
+    settings = config(3, tasks=1, checkpoint_every=1)
+    run(fresh(start), {"copying": Copying()}, settings, tmp_path, stop_after=2)
+    with (tmp_path / "records.jsonl").open("a") as file:
+        file.write('{"iteration": 3, "rew')
+    run(fresh(start), {"copying": Copying()}, settings, tmp_path, resume=True)
+    lines = [json.loads(line) for line in (tmp_path / "records.jsonl").read_text().splitlines()]
+    assert [line["iteration"] for line in lines] == [1, 2, 3]
+
+
+class Suppressing(Copying):
+    """Takes whatever happens for something of its own."""
+
+    async def episode(self, task, talk):
+        talk.add({"role": "user", "content": task.data["letter"]})
+        for _ in range(3):
+            with contextlib.suppress(Exception):
+                await talk.ask()
+
+
+def test_an_episode_is_parked_also_where_its_environment_lets_no_exception_pass(start, tmp_path):
+    rollout = RolloutConfig(group_size=4, iteration_tokens=1, talk=TalkConfig(max_tokens=8, max_turns=3))
+    settings = config(1, tasks=2, rollout=rollout)
+    (record,), _ = run(fresh(start), {"copying": Suppressing()}, settings, tmp_path)
+    assert record["parked"] == 8 and record["episodes"] == 0
 
 
 def test_overlap_needs_room_for_a_version():

@@ -167,3 +167,17 @@ def test_a_group_is_compared_with_its_own_mean():
 def test_wrong_values_are_named(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize("distance", [99.9, -99.9, 30.0, -30.0])
+@pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
+def test_grpo_stays_finite_however_far_a_token_has_moved(distance, advantage):
+    new = torch.tensor([distance - 1.0, -1.0], dtype=torch.float32, requires_grad=True)
+    tokens = PolicyTokens(
+        new=new, old=torch.tensor([-1.0, -1.0]), advantage=torch.full((2,), advantage), sample=torch.tensor([0, 1])
+    )  # fmt: skip
+    found = policy_loss(
+        tokens, Totals(tokens=2, samples=2), ObjectiveConfig(kind="grpo", ratio_low=0.8, ratio_high=1.2)
+    )
+    found.loss.backward()
+    assert bool(torch.isfinite(found.loss)) and bool(torch.isfinite(new.grad).all())

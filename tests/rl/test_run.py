@@ -1,10 +1,12 @@
 """A whole run in its folder: what it leaves, that it resumes to the same bits, and what does not stop it."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from perilune.rl.environments.arithmetic import Arithmetic
 from perilune.rl.environments.copying import Copying
 from perilune.rl.environments.drawing import Drawing
 from perilune.rl.evaluation import OTHER_PICTURES, read_evaluations
+from perilune.rl.loop import LoopError
 from perilune.rl.progress import RLProgress
 from perilune.rl.replay import replay_folder
 from perilune.rl.rollout import RolloutConfig, said_nothing
@@ -160,6 +163,16 @@ class Troubled(Copying):
             return  # nobody asks the policy: an empty generation
         if task.data["letter"] == "f":
             raise RuntimeError("the world is broken")
+        if task.data["letter"] == "h":
+            raise SystemExit("the world is over")
+        if task.data["letter"] == "i":
+            raise asyncio.CancelledError
+        if task.data["letter"] == "j":
+            raise TimeoutError("of its own")
+        if task.data["letter"] == "k":
+            for _ in range(20):  # it does not let itself be cancelled
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.sleep(0.2)
         await super().episode(task, talk)
 
     def judge(self, task, messages):
@@ -169,22 +182,54 @@ class Troubled(Copying):
             return {OUTCOME: float("nan")}
         if task.data["letter"] == "g":
             time.sleep(30)
+        if task.data["letter"] == "l":
+            raise SystemExit("no more")
+        if task.data["letter"] == "m":
+            raise TimeoutError("of its own")
         return {OUTCOME: float(len(str(messages)) % 2)}
 
 
 def test_bad_episodes_are_counted_and_shown_and_the_run_goes_on(tmp_path):
-    settings = config(2, rl={"tasks": 7, "pool": 7}, evaluation=EvaluationConfig(tasks=7))
+    letters = "abcdefghijklm"
+    count = len(letters)
+    settings = config(2, rl={"tasks": count, "pool": count}, evaluation=EvaluationConfig(tasks=count))
     rollout = replace(settings.rl.rollout, episode_seconds=1.0, judge_seconds=1.0)
     settings = replace(settings, rl=replace(settings.rl, rollout=rollout))
-    environments = {"copying": Troubled(letters="abcdefg")}
+    environments = {"copying": Troubled(letters=letters)}
     summary = train_policy(settings, policy(), tmp_path / "run", environments=environments, quiet=True)
     found = records(tmp_path / "run")
-    expected = {"judge": 4, "hung": 4, "reward": 4, "environment": 4, "judge hung": 4}
+    expected = {"judge": 12, "hung": 8, "reward": 4, "environment": 16, "judge hung": 4}
     assert [each["failures"] for each in found] == [expected] * 2
     assert [(each["episodes"], each["empty"]) for each in found] == [(8, 4)] * 2
     assert summary["failures"] == {kind: 2 * count for kind, count in expected.items()}
     page = (tmp_path / "run" / "report.html").read_text()
     assert "Episodes lost" in page and "no verdict" in page and "judge hung" in page
+    kept = load_trajectories(tmp_path / "run" / "unjudged" / "000000.jsonl")
+    assert Counter(each.task_data["letter"] for each in kept) == dict.fromkeys("acglm", 4)
+    assert all(each.num_trained and not each.facets for each in kept)  # tokens and transcript are there to be judged
+
+
+class Unmade(Copying):
+    """Every other task cannot be made."""
+
+    def task(self, number, split):
+        if number % 2:
+            raise ValueError(f"number {number} is no task")
+        return super().task(number, split)
+
+
+def test_tasks_that_cannot_be_made_are_counted_and_the_others_are_trained_on(tmp_path):
+    settings = config(1, rl={"tasks": 2, "pool": 4}, evaluation=EvaluationConfig(tasks=0))
+    train_policy(settings, policy(), tmp_path / "run", environments={"copying": Unmade()}, quiet=True)
+    (record,) = records(tmp_path / "run")
+    assert record["tasks_not_made"] == {"copying": 2} and record["episodes"] == 8
+
+    class Never(Copying):
+        def task(self, number, split):
+            raise ValueError("nothing here")
+
+    with pytest.raises(LoopError, match="copying makes no task: task 0 of train: ValueError: nothing here"):
+        train_policy(settings, policy(), tmp_path / "never", environments={"copying": Never()}, quiet=True)
 
 
 def test_a_reply_that_ends_at_once_is_empty():

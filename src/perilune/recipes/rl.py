@@ -13,6 +13,7 @@ from dataclasses import replace
 from perilune.recipes.parl import micro_parl, parl
 from perilune.rl.environments.arithmetic import Arithmetic
 from perilune.rl.environments.black_box import BlackBox
+from perilune.rl.environments.calculator import Calculator
 from perilune.rl.environments.code import Code
 from perilune.rl.environments.copying import Copying
 from perilune.rl.environments.drawing import Ask, Drawing
@@ -108,6 +109,11 @@ def code() -> RLRunConfig:
     return _base("code", EnvironmentsConfig(code=Code()), max_tokens=512)
 
 
+def calculator() -> RLRunConfig:
+    """Calculations that are written down and sent to a calculator; needs no sandbox."""
+    return _base("calculator", EnvironmentsConfig(calculator=Calculator()), max_tokens=512, max_turns=4)
+
+
 def tool_use() -> RLRunConfig:
     """Questions that are answered by calling a calculator, over several turns."""
     return _base("tool_use", EnvironmentsConfig(tool_use=ToolUse()), max_tokens=768, max_turns=6)
@@ -147,7 +153,7 @@ def joint() -> RLRunConfig:
 RL_RECIPES: dict[str, Callable[[], RLRunConfig]] = {
     function.__name__: function
     for function in (
-        *(micro_copy, micro_agent, arithmetic, word_problems, logic, code, tool_use, agent),
+        *(micro_copy, micro_agent, arithmetic, word_problems, logic, code, calculator, tool_use, agent),
         *(drawing, drawing_text, drawing_shuffled, looking, joint),
         *(micro_parl, parl),
     )

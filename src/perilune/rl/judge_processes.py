@@ -9,7 +9,8 @@ are needed and used for all that follows. Its judge and all it is given can be p
 already.
 
 What is promised: the same facets, bit by bit, as in this process. A judge that raises costs its own episode; one that
-takes longer than `seconds`, or dies, costs its episode and its process, and the next one starts another. When this
+takes longer than `seconds`, or dies, costs its episode and its process, and the next one starts another. Those that
+wait for a process wait as long as it takes: their time begins when they have one. When this
 process ends, however it does, the pipes close and the others leave. They import no torch.
 """
 
@@ -28,6 +29,8 @@ from typing import IO, Any
 
 from perilune.rl.environment import Environment, Message, Task, judged
 
+PIECE = 1 << 12
+"""Bytes written at once: a pipe that is ready takes them."""
 MOST = 16
 """Processes; fewer where there are fewer cores, or where this process may use few (taskset)."""
 
@@ -46,11 +49,15 @@ def judged_apart(
 ) -> dict[str, float]:
     """The facets of an episode, from another process where the environment asks for one. Blocks: call it in a thread.
 
-    TimeoutError after `seconds`.
+    TimeoutError after `seconds` of a process.
     """
-    if not getattr(environment, "judged_apart", False):
+    if not is_judged_apart(environment):
         return judged(environment, task, messages, events)
     return judge_processes().judged(environment, task, messages, events, seconds=seconds)
+
+
+def is_judged_apart(environment: Environment) -> bool:
+    return bool(getattr(environment, "judged_apart", False))
 
 
 @cache
@@ -87,9 +94,9 @@ class JudgeProcesses:
         *,
         seconds: float,
     ) -> dict[str, float]:
-        end = time.monotonic() + seconds
-        judge = self._taken(end)
+        judge = self._taken()
         try:
+            end = time.monotonic() + seconds
             kind, answer = judge.ask((environment, task, tuple(messages), tuple(events)), end)
         except BaseException as problem:
             judge.kill()
@@ -113,11 +120,10 @@ class JudgeProcesses:
             self._count -= len(self._idle)
             self._idle.clear()
 
-    def _taken(self, end: float) -> "_Judge":
+    def _taken(self) -> "_Judge":
         with self._changed:
             while not self._idle and self._count >= self._most:
-                if not self._changed.wait(max(0.0, end - time.monotonic())):
-                    raise TimeoutError
+                self._changed.wait()  # each of those before us gives its process back in time
             if self._idle:
                 return self._idle.pop()
             self._count += 1
@@ -126,6 +132,7 @@ class JudgeProcesses:
         except BaseException:
             with self._changed:
                 self._count -= 1
+                self._changed.notify()
             raise
 
 
@@ -143,15 +150,17 @@ class _Judge:
             process_group=0,  # Ctrl-C does not reach it: the run decides when it has enough
         )
 
+        assert self._process.stdin is not None
+        os.set_blocking(self._process.stdin.fileno(), False)  # a process that reads nothing must not hold us up
+
     def ask(self, question: object, end: float) -> tuple[str, Any]:
         assert self._process.stdin is not None and self._process.stdout is not None
         content = pickle.dumps(question)
-        self._process.stdin.write(len(content).to_bytes(8, "little") + content)
-        self._process.stdin.flush()
-        waiting = select.poll()  # not select(), which knows no descriptor above 1023
-        waiting.register(self._process.stdout, select.POLLIN)
-        if not waiting.poll(1000 * max(0.0, end - time.monotonic())):
-            raise TimeoutError
+        rest = memoryview(len(content).to_bytes(8, "little") + content)
+        while rest:
+            _wait_for(self._process.stdin, select.POLLOUT, end)
+            rest = rest[os.write(self._process.stdin.fileno(), rest[:PIECE]) :]
+        _wait_for(self._process.stdout, select.POLLIN, end)
         # Answers are short and written at once: what has begun to come is there.
         return _read(self._process.stdout)
 
@@ -173,11 +182,18 @@ def main() -> None:
             question = _read(sys.stdin.buffer)
             try:
                 answer = ("judged", judged(*question))
-            except Exception as problem:
+            except (Exception, SystemExit) as problem:
                 answer = ("failed", f"{type(problem).__name__}: {problem}")
             content = pickle.dumps(answer)
             answers.write(len(content).to_bytes(8, "little") + content)
             answers.flush()
+
+
+def _wait_for(pipe: IO[bytes], what: int, end: float) -> None:
+    waiting = select.poll()  # not select(), which knows no descriptor above 1023
+    waiting.register(pipe, what)
+    if not waiting.poll(1000 * max(0.0, end - time.monotonic())):
+        raise TimeoutError
 
 
 def _read(source: IO[bytes]) -> Any:

@@ -115,21 +115,24 @@ class Learner:
         return self.model.embed_tokens.weight.device
 
     def update(self, samples: Sequence[Sample], *, ptx: PackedBatch | None = None, lr_scale: float = 1.0) -> Update:
-        """One optimizer step on all of them. Without a trained token nothing happens."""
-        totals = Totals(tokens=sum(sample.num_trained for sample in samples), samples=len(samples)) if samples else None
-        if totals is None or totals.tokens == 0:
+        """One optimizer step on all of them and on the supervised rows. Without a trained token in either nothing
+        happens."""
+        tokens = sum(sample.num_trained for sample in samples)
+        supervised = None if ptx is None or not self.config.ptx_weight or not ptx.num_targets else ptx
+        if not tokens and supervised is None:
             return Update(loss=0.0, tokens=0, samples=len(samples), gap=0.0, largest_gap=0.0, clipped=0.0,
-                          grad_norm=0.0, skipped=True)  # fmt: skip
+                          grad_norm=0.0, skipped=False)  # fmt: skip
+        totals = Totals(tokens=max(1, tokens), samples=max(1, len(samples)))
         self.model.train()
         # A sum over rows on the device: nothing waits for the host before the step.
         sums = torch.zeros(3, dtype=torch.float64, device=self.device)
         largest = torch.zeros((), dtype=torch.float64, device=self.device)
-        for row in self._rows(samples):
+        for row in self._rows(samples) if tokens else ():
             found = policy_loss(self._policy_tokens(row), totals, self.config.objective)
             found.loss.backward()
             sums += torch.stack([found.loss.detach(), found.num_clipped, found.gap]).double()
             largest = torch.maximum(largest, found.largest_gap.double())
-        ptx_loss = None if ptx is None or not self.config.ptx_weight else self._ptx(ptx)
+        ptx_loss = None if supervised is None else self._ptx(supervised)
         self.optimization.set_lr(lr_scale)
         norm = float(self.optimization.clip_gradients(self.config.max_grad_norm))
         skipped = not np.isfinite(norm)
@@ -142,8 +145,8 @@ class Learner:
         loss, clipped, gap = sums.tolist()
         return Update(
             loss=loss,
-            tokens=totals.tokens,
-            samples=totals.samples,
+            tokens=tokens,
+            samples=len(samples),
             gap=gap / totals.tokens,
             largest_gap=float(largest),
             clipped=clipped / totals.tokens,

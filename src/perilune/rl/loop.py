@@ -12,15 +12,17 @@ from counters; what waits (parked episodes, incomplete groups, success rates, bu
 deterministic engine a run that is killed and resumed gives the same bits.
 
 With `overlap` the engine plays the episodes of the next iteration while the learner trains on those of this one. Their
-weights are then one version behind, never more: the engine gets new weights between two iterations only. A resumed run
-plays again what was under way, so its bits may differ from those of a run that was not stopped.
+weights are then one version behind, never more: the engine gets new weights between two iterations only. A checkpoint
+waits for what is under way and holds it, so that a resumed run learns from the very same episodes.
 """
 
 import asyncio
 import contextlib
 import gc
 import json
+import os
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -38,7 +40,7 @@ from perilune.rl.remote_engines import RemoteEngines
 from perilune.rl.remote_rollouts import rollouts_on
 from perilune.rl.rollout import Collected, Job, RolloutConfig
 from perilune.rl.talk import Workers
-from perilune.rl.trajectory import load_trajectories, save_trajectories
+from perilune.rl.trajectory import Trajectory, load_trajectories, save_trajectories
 from perilune.rl.workers import QUEUE, frozen_copy, frozen_workers, load_workers, save_workers
 from perilune.serve.async_engine import AsyncEngine
 from perilune.serve.engine import Engine, EngineConfig
@@ -47,7 +49,11 @@ from perilune.train import checkpoint, random_state
 RECORDS = "records.jsonl"
 CHECKPOINTS = "checkpoints"
 TRAJECTORIES = "trajectories"
+UNJUDGED = "unjudged"
+"""Episodes that were played and could not be judged, by iteration."""
 WAITING = "waiting.jsonl"
+AHEAD = "ahead.jsonl"
+"""Episodes of the next iteration, with overlap."""
 
 
 class LoopError(RuntimeError):
@@ -106,6 +112,24 @@ class Rolled:
     jobs: list[Job]
     collected: Collected
     seconds: float
+
+    def plain(self) -> dict[str, Any]:
+        """JSON, for a checkpoint; trajectories lie beside it."""
+        found = self.collected
+        return {
+            "jobs": [job.plain() for job in self.jobs], "parked": [job.plain() for job in found.parked],
+            "failures": dict(found.failures), "examples": list(found.examples), "empty": found.num_empty,
+            "again": found.num_again, "seconds": self.seconds,
+        }  # fmt: skip
+
+    @staticmethod
+    def of(plain: Mapping[str, Any], trajectories: Sequence[Trajectory]) -> "Rolled":
+        collected = Collected(
+            trajectories=tuple(trajectories), parked=tuple(map(Job.of, plain["parked"])),
+            failures=Counter(plain["failures"]), examples=tuple(plain["examples"]), num_empty=plain["empty"],
+            num_again=plain["again"],
+        )  # fmt: skip
+        return Rolled(jobs=[Job.of(each) for each in plain["jobs"]], collected=collected, seconds=plain["seconds"])
 
 
 class Loop:
@@ -169,7 +193,10 @@ class Loop:
         self._served_version = 0
         self._parked: list[Job] = []
         self._tasks: dict[str, list[Task]] = {}
-        self._ahead: asyncio.Task[Rolled] | None = None
+        self._not_made: Counter[str] = Counter()
+        """Tasks that an environment could not make, by environment; and an example of each."""
+        self._why_not_made: dict[str, str] = {}
+        self._ahead: asyncio.Future[Rolled] | None = None
         """The next iteration's episodes, under way or done, with overlap."""
         self._started = False
         self._resume = resume
@@ -217,7 +244,7 @@ class Loop:
             record = await self.step()
             every = self.config.checkpoint_every
             if self.iteration == self.config.iterations or (every and self.iteration % every == 0):
-                self.save()
+                await self.save()
             yield record
 
     async def step(self) -> dict[str, Any]:
@@ -251,10 +278,11 @@ class Loop:
             "learn_seconds": learnt - learning,
         }
         record = self._record(collected, updates, samples, spent)
+        name = f"{self.iteration - 1:06d}.jsonl"
         if self.config.keep_trajectories:
-            save_trajectories(
-                self.folder / TRAJECTORIES / f"{self.iteration - 1:06d}.jsonl", collected.trajectories
-            )  # fmt: skip
+            save_trajectories(self.folder / TRAJECTORIES / name, collected.trajectories)
+        if collected.unjudged:
+            save_trajectories(self.folder / UNJUDGED / name, collected.unjudged)
         with (self.folder / RECORDS).open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
         return record
@@ -279,11 +307,7 @@ class Loop:
             workers = replace(workers, config=replace(workers.config, temperature=temperature))
         rollouts = rollouts_on(self.engine, self._tokenizer, played, config, workers=workers)
         # An environment may have fewer tasks than asked for: each is played once.
-        tasks = {
-            (name, task.name): task
-            for name, environment in played.items()
-            for task in (environment.task(number, split) for number in range(count))
-        }
+        tasks = {(name, task.name): task for name, each in played.items() for task in self._made(each, count, split)}
         jobs = [
             Job(environment=name, task=task, sample=0, seed=self.config.seed, iteration=-1)
             for (name, _), task in tasks.items()
@@ -308,9 +332,22 @@ class Loop:
     def _pool(self, name: str) -> list[Task]:
         """The tasks that training draws from: they never change."""
         if name not in self._tasks:
-            environment = self._environments[name]
-            self._tasks[name] = [environment.task(number, "train") for number in range(self.config.pool)]
+            self._tasks[name] = self._made(self._environments[name], self.config.pool, "train")
         return self._tasks[name]
+
+    def _made(self, environment: Environment, count: int, split: Split) -> list[Task]:
+        """The first tasks of a split; one that cannot be made is counted and left out. LoopError where none can."""
+        tasks = []
+        for number in range(count):
+            try:
+                tasks.append(environment.task(number, split))
+            except Exception as error:
+                self._not_made[environment.name] += 1
+                why = f"task {number} of {split}: {type(error).__name__}: {error}"
+                self._why_not_made.setdefault(environment.name, why)
+        if not tasks:
+            raise LoopError(f"{environment.name} makes no task: {self._why_not_made[environment.name]}")
+        return tasks
 
     def _new_jobs(self, iteration: int) -> list[Job]:
         """K samples of each task drawn; environments take turns."""
@@ -365,6 +402,7 @@ class Loop:
             "parked": len(collected.parked),
             "failures": dict(collected.failures),
             "examples": list(collected.examples),
+            **({"tasks_not_made": dict(self._not_made)} if self._not_made else {}),
             "empty": collected.num_empty,
             **({"played_again": collected.num_again} if self.config.processes else {}),
             "dropped": dict(self.groups.dropped),
@@ -385,13 +423,18 @@ class Loop:
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 
-    def save(self) -> None:
-        """Weights, optimizer and everything that waits; complete or absent."""
+    async def save(self) -> None:
+        """Weights, optimizer and everything that waits; complete or absent. What is being played ahead is waited for:
+        it is part of the run."""
+        ahead = None if self._ahead is None else await asyncio.shield(self._ahead)
         optimizer = self.learner.optimization.optimizer
         model = self.learner.model
         waiting = [trajectory for group in self.groups.waiting.values() for trajectory in group]
         kept = self.folder / CHECKPOINTS / f"{self.iteration:06d}-{WAITING}"
         save_trajectories(kept, waiting)
+        played = kept.with_name(f"{self.iteration:06d}-{AHEAD}")
+        if ahead is not None:
+            save_trajectories(played, ahead.collected.trajectories)
         checkpoint.save(
             self.folder / CHECKPOINTS,
             step=self.iteration,
@@ -408,15 +451,17 @@ class Loop:
                 "parked": [job.plain() for job in self._parked],  # with overlap: what the next iteration began with
                 "lost": [[*key, count] for key, count in self.groups.lost.items()],
                 "waiting": kept.name,
+                "ahead": None if ahead is None else {**ahead.plain(), "trajectories": played.name},
                 "priorities": {name: each.state() for name, each in self.priorities.items()},
                 "toggle": None if self.groups.toggle is None else self.groups.toggle.state(),
                 "parl": None if self.parl is None else self.parl.state(),
             },
             keep_last=2,
-            beside=[kept],
+            beside=[kept, *([] if ahead is None else [played])],
         )
-        for old in sorted(kept.parent.glob(f"*-{WAITING}"))[:-2]:
-            old.unlink()
+        for name in (WAITING, AHEAD):
+            for old in sorted(kept.parent.glob(f"*-{name}"))[:-2]:
+                old.unlink()
 
     async def _load(self) -> None:
         found = await asyncio.to_thread(checkpoint.find, self.folder / CHECKPOINTS)
@@ -436,12 +481,25 @@ class Loop:
             self.groups.toggle.load_state(state["toggle"])
         if self.parl is not None and state.get("parl") is not None:
             self.parl.load_state(state["parl"])
-        records = self.folder / RECORDS
-        lines = records.read_text(encoding="utf-8").splitlines() if records.exists() else []
-        kept = [line for line in lines if json.loads(line)["iteration"] <= self.iteration]
-        records.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        keep_records(self.folder / RECORDS, self.iteration)
         self._served_version = -1  # the engine still has what the model began with
         await self._hand_over()
+        if (ahead := state.get("ahead")) is not None and self.config.overlap:
+            trajectories = load_trajectories(self.folder / CHECKPOINTS / ahead["trajectories"])
+            self._ahead = asyncio.get_running_loop().create_future()
+            self._ahead.set_result(Rolled.of(ahead, trajectories))
+
+
+def keep_records(path: Path, iteration: int) -> None:
+    """Forget what came after an iteration, and a line that a kill left half-written."""
+    kept = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            if json.loads(line)["iteration"] <= iteration:
+                kept.append(line)
+    partial = path.with_name(f".{path.name}")
+    partial.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+    os.replace(partial, path)
 
 
 def _staleness(sample: Sample, version: int) -> int:

@@ -14,7 +14,8 @@ either direction (grpo masks one side per sign). It keeps its tau term, which pu
 that the engine reported when it sampled, so the ratio also measures how far engine and trainer differ.
 
 `loss` is the negative objective of the rows it is given. N and J are those of the whole step, so that the losses of
-micro-batches, or of ranks, add up to the loss of the step, however samples are packed into rows.
+micro-batches, or of ranks, add up to the loss of the step, however samples are packed into rows. Groups whose rewards
+are all equal are not in it (groups.py): their policy gradient is zero, and so they count neither in N nor by tau.
 """
 
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ import torch
 from torch import Tensor
 
 Kind = Literal["k25", "k2", "k15", "grpo"]
+FARTHEST = 20.0
+"""Of log w in grpo: a token that is 5e8 times as likely as it was pulls as hard as any number can say."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,9 +99,11 @@ def policy_loss(tokens: PolicyTokens, totals: Totals, config: ObjectiveConfig) -
         objective = (gain - config.tau * log_ratio.square()).sum() / totals.tokens
         clipped = (outside & (advantage != 0)).sum()
     elif config.kind == "grpo":
-        bounded = ratio.clamp(config.ratio_low, config.ratio_high)
-        gain = torch.minimum(ratio * advantage, bounded * advantage)
-        kl = torch.exp(-log_ratio) - 1 + log_ratio
+        # Beyond e^FARTHEST a ratio or its inverse is inf, and inf times 0 no number: it counts as if it were there.
+        near = log_ratio.clamp(-FARTHEST, FARTHEST)
+        bounded = near.exp().clamp(config.ratio_low, config.ratio_high)
+        gain = torch.minimum(near.exp() * advantage, bounded * advantage)
+        kl = torch.exp(-near) - 1 + near
         lengths = torch.zeros_like(log_ratio).index_add(0, tokens.sample, torch.ones_like(log_ratio))
         objective = ((gain - config.tau * kl) / lengths[tokens.sample]).sum() / totals.samples
         too_high = (ratio.detach() > config.ratio_high) & (advantage > 0)

@@ -3,9 +3,13 @@
     rollouts = Rollouts(engine, tokenizer, {"arithmetic": Arithmetic()}, RolloutConfig(group_size=8))
     collected = await rollouts.collect([Job(...), ...], iteration=3)
 
-What is promised: an environment that raises or hangs, a judge that raises or says NaN costs its own episode, is counted
-by its kind and told with an example, and nothing else is lost. The outcome of an episode depends on its job and the
-weights alone, not on what runs beside it. Trajectories come back in the order of the jobs.
+What is promised: an environment that raises, hangs or asks Python to exit, a judge that raises or says NaN costs its
+own episode, is counted by its kind and told with an example, and nothing else is lost: of an episode that could not be
+judged, tokens and transcript are kept, so that it can be judged when the judge is mended. The outcome of an episode
+depends on its job and the weights alone, not on what runs beside it. Trajectories come back in the order of the jobs.
+
+All episodes share one thread, as coroutines do: one that computes or sleeps without `await` holds up the others, and no
+limit of time reaches it.
 
 Partial rollouts (arXiv 2501.12599): with `iteration_tokens` an episode may sample so many tokens per iteration; one
 that is not over then comes back as parked, and is continued by giving its job again.
@@ -16,13 +20,13 @@ import asyncio
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from perilune.data.tokenizer import Tokenizer
 from perilune.rl.environment import Environment, EpisodeOver, Task, judged, reward_of
-from perilune.rl.judge_processes import judged_apart
+from perilune.rl.judge_processes import is_judged_apart, judged_apart
 from perilune.rl.talk import EngineTalk, EpisodeParked, TalkConfig, TalkError, Turn, Workers
 from perilune.rl.trajectory import Trajectory
 from perilune.serve.async_engine import AsyncEngine, EngineDead
@@ -32,6 +36,8 @@ if TYPE_CHECKING:
     from perilune.rl.gateway import Gateway
 
 SHOWN_FAILURES = 5
+PATIENCE = 1.0
+"""Seconds that an episode which is ended has to leave."""
 JUDGES = 16
 """That judge at a time."""
 Result = TypeVar("Result")
@@ -112,19 +118,23 @@ class Collected:
     """Episodes lost, by what went wrong."""
     examples: tuple[str, ...]
     """The first of each kind and some more, in words: "[kind] episode: what happened"."""
-    num_empty: int
+    unjudged: tuple[Trajectory, ...] = ()
+    """Of the episodes lost, those that were played and could not be judged: without facets, their reward 0."""
+    num_empty: int = 0
     """Episodes in which the policy said nothing: kept, and judged as what they are."""
     num_again: int = 0
     """Episodes that were played again because the process that had them was lost (remote_engines.py)."""
 
 
 class Failure(Exception):
-    def __init__(self, kind: str, detail: str) -> None:
+    def __init__(self, kind: str, detail: str, played: Trajectory | None = None) -> None:
         super().__init__(detail)
         self.kind = kind
+        self.played = played
+        """The episode, where it was played to its end and not judged."""
 
-    def __reduce__(self) -> tuple[type["Failure"], tuple[str, str]]:
-        return Failure, (self.kind, str(self))  # it may have happened in another process
+    def __reduce__(self) -> tuple[type["Failure"], tuple[str, str, Trajectory | None]]:
+        return Failure, (self.kind, str(self), self.played)  # it may have happened in another process
 
 
 class Rollouts:
@@ -191,24 +201,14 @@ class Rollouts:
             workers=self._workers, asides=job.asides, gateway=self._opened_gateway,
         )  # fmt: skip
         try:
-            async with asyncio.timeout(config.episode_seconds):
-                await environment.episode(job.task, talk)
+            await limited(self._played(environment, job, talk), config.episode_seconds)
         except EpisodeParked:
-            return replace(job, turns=tuple(talk.turns), asides=talk.aside_turns)
-        except EpisodeOver:
             pass
-        except TimeoutError:
-            raise Failure("hung", f"not over after {config.episode_seconds:g} s") from None
-        except EngineDead:
-            raise
-        except TalkError as error:
-            raise Failure("engine" if "engine failed" in str(error) else "not repeatable", str(error)) from error
-        except Exception as error:
-            raise Failure("environment", f"{type(error).__name__}: {error}") from error
         finally:
             talk.close()
-        facets, reward = await self._judged(environment, job, talk)
-        return Trajectory(
+        if talk.is_parked:  # also where the environment took the exception for one of its own
+            return replace(job, turns=tuple(talk.turns), asides=talk.aside_turns)
+        trajectory = Trajectory(
             environment=job.environment,
             task=job.task.name,
             task_data=job.task.data,
@@ -218,30 +218,72 @@ class Rollouts:
             iteration=job.iteration,
             branches=talk.branches,
             messages=tuple(talk.messages),
-            facets=facets,
-            reward=reward,
+            facets={},
+            reward=0.0,
             finish="length" if talk.finish == "length" else "stop",
             events=tuple(talk.events),
         )
+        try:
+            facets, reward = await self._judged(environment, job, talk)
+        except Failure as failure:
+            raise Failure(failure.kind, str(failure), trajectory) from failure
+        return replace(trajectory, facets=facets, reward=reward)
+
+    async def _played(self, environment: Environment, job: Job, talk: EngineTalk) -> None:
+        try:
+            await environment.episode(job.task, talk)
+        except (EpisodeOver, EngineDead) as passing:
+            if isinstance(passing, EpisodeOver) and not isinstance(passing, EpisodeParked):
+                return
+            raise
+        except TalkError as error:
+            raise Failure("engine" if "engine failed" in str(error) else "not repeatable", str(error)) from error
+        except (Exception, SystemExit) as error:
+            raise Failure("environment", f"{type(error).__name__}: {error}") from error
 
     async def _judged(self, environment: Environment, job: Job, talk: EngineTalk) -> tuple[dict[str, float], float]:
         """In a thread: a judge may compute long. One that hangs keeps its thread, and costs nothing else."""
+        seconds = self._config.judge_seconds
+        # A judge in a process of its own has a clock there, which does not count how long it waited for a process.
+        limit = None if is_judged_apart(environment) else seconds
+        hung = Failure("judge hung", f"no verdict after {seconds:g} s")
+        clock = asyncio.timeout(limit)
         try:
-            async with self._judges, asyncio.timeout(self._config.judge_seconds):
-                # Before the time above is over it gives up by itself, and its process with it.
+            async with self._judges, clock:
                 facets = await in_thread(
-                    lambda: judged_apart(
-                        environment, job.task, talk.messages, talk.events, seconds=0.9 * self._config.judge_seconds
-                    )
+                    lambda: judged_apart(environment, job.task, talk.messages, talk.events, seconds=seconds)
                 )
             reward = reward_of(job.task, facets)
-        except TimeoutError:
-            raise Failure("judge hung", f"no verdict after {self._config.judge_seconds:g} s") from None
+        except TimeoutError as error:
+            if limit is None or clock.expired():
+                raise hung from None
+            raise Failure("judge", f"{type(error).__name__}: {error}") from error  # one of the judge's own
         except Exception as error:
             raise Failure("judge", f"{type(error).__name__}: {error}") from error
         if not math.isfinite(reward) or not all(math.isfinite(value) for value in facets.values()):
             raise Failure("reward", f"the reward is {reward!r} with facets {facets!r}, expected finite numbers")
         return facets, reward
+
+
+async def limited(work: Coroutine[Any, Any, None], seconds: float) -> None:
+    """Wait for it, at most so long; Failure "hung" then, also where it does not let itself be cancelled: it is left
+    behind, and what it asks for is not answered any more."""
+    task = asyncio.ensure_future(work)
+    try:
+        done, _ = await asyncio.wait({task}, timeout=seconds)
+    except asyncio.CancelledError:
+        task.cancel()
+        await asyncio.wait({task}, timeout=PATIENCE)
+        raise
+    if not done:
+        task.cancel()
+        await asyncio.wait({task}, timeout=PATIENCE)
+        if task.done() and not task.cancelled():
+            task.exception()  # seen, so that nobody is warned about it
+        raise Failure("hung", f"not over after {seconds:g} s")
+    if task.cancelled():  # by the environment itself: nobody else had a reason to
+        raise Failure("environment", "CancelledError: it cancelled itself")
+    task.result()
 
 
 def collected(jobs: Sequence[Job], found: Sequence[Trajectory | Job | Failure]) -> Collected:
@@ -252,6 +294,7 @@ def collected(jobs: Sequence[Job], found: Sequence[Trajectory | Job | Failure]) 
         trajectories=trajectories,
         parked=tuple(each for each in found if isinstance(each, Job)),
         failures=Counter(failure.kind for _, failure in failures),
+        unjudged=tuple(failure.played for _, failure in failures if failure.played is not None),
         examples=_examples(failures),
         num_empty=sum(said_nothing(trajectory) for trajectory in trajectories),
     )
@@ -278,8 +321,10 @@ async def in_thread(call: Callable[[], Result]) -> Result:
         result, error = None, None
         try:
             result = call()
-        except Exception as problem:
-            error = problem
+        except BaseException as problem:
+            # Neither may reach the loop as it is: a StopIteration cannot be set, and a SystemExit would end the run.
+            is_plain = isinstance(problem, Exception) and not isinstance(problem, StopIteration)
+            error = problem if is_plain else RuntimeError(f"{type(problem).__name__}: {problem}")
         with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits any more
             loop.call_soon_threadsafe(settle, result, error)
 

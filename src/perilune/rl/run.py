@@ -4,6 +4,7 @@
               config.json        that of an ordinary run with the same model: generate, serve, export and sft open NAME
               tokenizer.json  environment.json
               records.jsonl      one line an iteration        trajectories/000000.jsonl   its episodes
+              unjudged/000000.jsonl  episodes whose judge failed: they can be judged again when it is mended
               evaluations.jsonl  one line an evaluation       evaluations/000000.jsonl    their episodes
               checkpoints/       step_..., latest             report.html
               .lock              held while a process trains
@@ -31,7 +32,7 @@ from perilune.model import Decoder
 from perilune.report.rl import write_rl_report
 from perilune.rl.environment import Environment
 from perilune.rl.evaluation import EPISODES, EVALUATIONS, evaluate, forget_after, read_evaluations
-from perilune.rl.loop import CHECKPOINTS, RECORDS, TRAJECTORIES, Loop, RLConfig
+from perilune.rl.loop import CHECKPOINTS, RECORDS, TRAJECTORIES, UNJUDGED, Loop, RLConfig
 from perilune.rl.progress import RLProgress
 from perilune.rl.run_config import RLRunConfig, RLRunError, check, check_model, plain_config
 from perilune.rl.workers import WORKERS
@@ -45,8 +46,8 @@ from perilune.train.run_lock import locked
 
 RL_CONFIG = "rl.json"
 OWN_FILES = (
-    RL_CONFIG, CONFIG, TOKENIZER, ENVIRONMENT, RECORDS, TRAJECTORIES, EVALUATIONS, EPISODES, CHECKPOINTS, WORKERS,
-    "report.html",
+    RL_CONFIG, CONFIG, TOKENIZER, ENVIRONMENT, RECORDS, TRAJECTORIES, UNJUDGED, EVALUATIONS, EPISODES, CHECKPOINTS,
+    WORKERS, "report.html",
 )  # fmt: skip
 MAY_CHANGE = (
     "name", "device", "start_from", "evaluation", "rl.iterations", "rl.checkpoint_every", "rl.keep_trajectories",
@@ -114,6 +115,8 @@ def train_policy(
         progress.say(_introduction(config, policy, longest))
         if ptx is not None and ptx.broken.count:
             progress.say(f"dialogues: {ptx.broken}")
+        for name, count in broken_rows(chosen).items():
+            progress.say(f"{name}: {count} rows of its file are broken and left out")
 
         def asked(name: str) -> None:
             progress.say(f"{name}: finishing the iteration and saving; again to stop at once")
@@ -161,7 +164,7 @@ class _Work:
             self.iteration = loop.iteration
             self.progress.start_at(loop.iteration)
             if not resume:
-                loop.save()
+                await loop.save()
             await self._evaluate(loop)
             if self.stop.signal_number is None:
                 async for record in loop.run():
@@ -174,7 +177,7 @@ class _Work:
                         break
             self.is_over = loop.iteration >= settings.iterations
             if not self.is_over:
-                loop.save()
+                await loop.save()
         self.seconds = time.perf_counter() - began
 
     async def _evaluate(self, loop: Loop) -> None:
@@ -186,6 +189,12 @@ class _Work:
             record = await evaluate(loop, self.environments, self.config.evaluation, self.folder)
             self.progress.evaluation(record)
             write_rl_report(self.folder)
+
+
+def broken_rows(environments: Mapping[str, Environment]) -> dict[str, int]:
+    """How many rows of their files environments had to leave out, where some did."""
+    found = {name: getattr(environment, "num_broken", 0) for name, environment in environments.items()}
+    return {name: count for name, count in found.items() if count}
 
 
 def _prepare(config: RLRunConfig, policy: Policy, folder: Path, *, resume: bool) -> None:

@@ -251,19 +251,18 @@ class _FirstPrompt:
 
 
 def prompt_length(environment: Environment, number: int, tokenizer: Tokenizer, config: RLConfig) -> int:
-    """Tokens of the first prompt of a task; 0 where the episode fails before it: that is counted when it is played."""
+    """Tokens of the first prompt of a task; 0 where task or episode fail before it: that is counted in the run."""
     talk, processor = _FirstPrompt(), config.rollout.talk.processor
-    task = environment.task(number, "train")
 
     async def play() -> None:
         async with asyncio.timeout(min(PROBE_SECONDS, config.rollout.episode_seconds)):
-            await environment.episode(task, talk)
+            await environment.episode(environment.task(number, "train"), talk)
 
     try:
         asyncio.run(play())
     except EpisodeOver:
         pass
-    except Exception:
+    except (Exception, SystemExit, asyncio.CancelledError):
         return 0
     parsed = [parse_message(message, path=f"messages[{index}]") for index, message in enumerate(talk.messages)]
     attachments = [attachment(part.kind, part.source, processor) for each in parsed for part in each.media]

@@ -148,6 +148,9 @@ class EngineTalk:
         self._asides: dict[str, EngineTalk] = {}
         self._gateway = gateway
         self._was_refused = False
+        self._is_closed = False
+        self.is_parked = False
+        """It was told to stop here for this iteration."""
         self._is_trained = is_trained
         self._asked: SessionPrompt | None = None
         """The prompt of the last turn."""
@@ -224,6 +227,10 @@ class EngineTalk:
     async def ask(
         self, *, tools: Sequence[Mapping[str, Any]] = (), max_tokens: int | None = None, stop: Sequence[str] = ()
     ) -> Message:
+        if self.is_parked:  # an environment that goes on all the same is not answered
+            raise EpisodeParked
+        if self._is_closed:
+            raise EpisodeOver
         number = len(self.turns)
         room = self._config.max_tokens - self.num_sampled
         if number >= self._config.max_turns or room < 1:
@@ -253,6 +260,7 @@ class EngineTalk:
                 routes=None if turn.routes is None else routes_of(turn.routes),
             )  # fmt: skip
         if not turn.is_over:
+            self.is_parked = True
             raise EpisodeParked
         parsed = self._read(turn, tuple(stop))
         self._sessions.record(prompt, turn.tokens, parsed)
@@ -262,7 +270,8 @@ class EngineTalk:
         return plain
 
     def close(self) -> None:
-        """Forget the session."""
+        """Forget the session. Whoever still asks is not answered."""
+        self._is_closed = True
         self._sessions.forget(owner="", session_id=self._name)
 
     async def _sampled(

@@ -2,10 +2,11 @@
 
 import asyncio
 import contextlib
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from perilune.rl.environment import Environment, EpisodeOver, Task
+from perilune.rl.environment import Environment, EpisodeOver, Task, judged
 
 
 class Said:
@@ -15,9 +16,13 @@ class Said:
         self.replies = list(replies)
         self.messages: list[Mapping[str, Any]] = []
         self.asked: list[dict[str, Any]] = []
+        self.events: list[Mapping[str, Any]] = []
 
     def add(self, *messages: Mapping[str, Any]) -> None:
         self.messages += messages
+
+    def note(self, *events: Mapping[str, Any]) -> None:
+        self.events += json.loads(json.dumps(events, allow_nan=False))
 
     async def ask(self, **how: Any) -> Mapping[str, Any]:
         self.asked.append(how)
@@ -34,7 +39,7 @@ def played(environment: Environment, task: Task, *replies: str | Mapping[str, An
     talk = Said(*replies)
     with contextlib.suppress(EpisodeOver):
         asyncio.run(environment.episode(task, talk))
-    return dict(environment.judge(task, talk.messages)), talk
+    return judged(environment, task, talk.messages, talk.events), talk
 
 
 def tool_call(name: str, arguments: str, number: int = 0) -> Mapping[str, Any]:

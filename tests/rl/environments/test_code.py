@@ -92,6 +92,46 @@ def test_part_of_the_work_earns_its_part_or_nothing():
 
 @pytest.mark.needs_tool("bwrap")
 @pytest.mark.usefixtures("working_sandbox")
+def test_a_solution_that_draws_lots_is_judged_again_as_it_was_judged_first():
+    task = Code(families=("polynomial",)).task(0, "train")
+    known = dict(zip((arguments[0] for arguments in task.data["inputs"]), task.data["outputs"]))
+    reply = f"import random\ndef polynomial(x):\n    return random.choice([{known}[x], '\\ud800', None, 1 / 0.5])"
+    environment = Code(limits=PATIENT)
+    facets, talk = played(environment, task, reply)
+    (event,) = talk.events
+    assert len(event["answers"]) == len(task.data["inputs"]) and facets["valid"] == 1.0
+    assert all(environment.judge_events(task, talk.messages, talk.events) == facets for _ in range(3))
+    right = [each == [output] for each, output in zip(event["answers"], task.data["outputs"])]
+    assert facets["outcome"] == sum(right) / len(right)
+    assert environment.judge_events(task, (), ()) == {"outcome": 0.0, "valid": 0.0}  # of before there were events
+
+
+SHORTCUTS = {
+    "chunks": [lambda numbers: [numbers], lambda numbers: [[each] for each in numbers]],
+    "sort_by_rest": [sorted, lambda numbers: sorted(numbers, reverse=True)],
+}
+
+
+@pytest.mark.parametrize("family", SHORTCUTS)
+def test_what_is_right_for_short_inputs_alone_earns_next_to_nothing(family):
+    shares = []
+    for number in range(40):
+        test = bool(number % 2)
+        split = "test" if test else "train"
+        exercise = draw_exercise(draws("code", split, number), family, test=test, num_inputs=8)
+        for shortcut in SHORTCUTS[family]:
+            right = [shortcut(*arguments) == out for arguments, out in zip(exercise.inputs, exercise.outputs)]
+            shares.append(sum(right) / 8)
+    assert sum(shares) / len(shares) < 0.02 and max(shares) <= 0.25
+
+
+def test_large_integers_are_not_close_and_a_float_beside_one_may_be():
+    assert not same(10**10 + 1, 10**10, exact=False)
+    assert same(10**10, 1e10, exact=False) and same(0.1 + 0.2, 0.3, exact=False) and not same(1, 1.0)
+
+
+@pytest.mark.needs_tool("bwrap")
+@pytest.mark.usefixtures("working_sandbox")
 @given(st.text(max_size=60) | st.text(alphabet="def polynmia(x):\n return0+*`", max_size=60))
 @settings(max_examples=15)
 def test_any_reply_is_judged(reply):

@@ -104,3 +104,11 @@ def test_wrong_settings_are_named():
         WordProblems(steps=0)
     with pytest.raises(ValueError, match="largest is 8"):
         WordProblems(largest=8)
+
+
+def test_a_question_that_comes_twice_is_in_one_split(tmp_path):
+    rows = [{"question": f"{number // 2} + 1?", "answer": f"#### {number // 2 + 1}"} for number in range(60)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    environment = WordProblems(source=str(tmp_path / "rows.jsonl"))
+    found = {split: {environment.task(number, split).name for number in range(60)} for split in ("train", "test")}
+    assert found["train"] and found["test"] and not found["train"] & found["test"]

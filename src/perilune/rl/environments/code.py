@@ -6,6 +6,8 @@
 The solution is the first fenced block of the reply, or else all of it. It runs in the sandbox as a function server
 (code_exchange.py): hidden inputs are sent one at a time and compared outside, so no test, no expected value and no exit
 code is within its reach. A tuple arrives as a list; sets, generators, keys that are no strings and NaN are no answers.
+It runs once, in the episode, and what it answered is kept: an episode that is judged again gets the same reward, also
+for a solution that draws lots or was stopped by a busy machine.
 
 Facets: outcome, the share of hidden inputs answered right (with `whole`: 1 for all of them, else 0), and valid, 1 if
 every input got an answer at all.
@@ -18,21 +20,26 @@ out. Rows of one prompt are in one split.
 Where no sandbox can start there is no Code: it says why, and calculator.py is the environment to take.
 """
 
+import asyncio
 import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from perilune.rl.environment import OUTCOME, Message, Split, Talk, Task, draws, last_answer
-from perilune.rl.environments.code_exchange import ServerLimits, ask_function, same
+from perilune.rl.environments.code_exchange import NOTHING, Answers, ServerLimits, ask_function, same
 from perilune.rl.environments.code_tasks import FAMILIES, draw_exercise
 from perilune.swarm.sandbox import SandboxUnavailable, layers
 
 _FENCE = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
+ANSWERS = "answers"
+"""Of an event: for every hidden input a list with its answer, empty where there was none."""
+RUNNERS = 16
 TEST_SHARE = 10
 """One prompt in so many of a file belongs to the split test, unless its row says another."""
 
@@ -70,7 +77,7 @@ class Code:
         if problem := missing_sandbox():
             raise SandboxUnavailable(
                 f"the environment code runs solutions in a sandbox, and none starts here: {problem}. "
-                "Without one, use the environment calculator"
+                "Without one, take the recipe calculator (`perilune rl calculator`)"
             )
 
     @property
@@ -104,18 +111,38 @@ class Code:
     async def episode(self, task: Task, talk: Talk) -> None:
         talk.add({"role": "user", "content": task.data["prompt"]})
         await talk.ask(max_tokens=self.max_tokens)
+        loop = asyncio.get_running_loop()
+        answers = await loop.run_in_executor(_runners(), self._answered, task, last_answer(talk.messages))
+        if answers is not None:
+            talk.note({ANSWERS: [[] if each is NOTHING else [each] for each in answers.values],
+                       "complete": answers.complete})  # fmt: skip
 
     def judge(self, task: Task, messages: Sequence[Message]) -> Mapping[str, float]:
-        data = task.data
-        solution = solution_of(last_answer(messages))
+        """Of a reply that nobody has run yet."""
+        answers = self._answered(task, last_answer(messages))
+        return {OUTCOME: 0.0, "valid": 0.0} if answers is None else self._facets(task, answers.values, answers.complete)
+
+    def judge_events(
+        self, task: Task, messages: Sequence[Message], events: Sequence[Mapping[str, Any]]
+    ) -> Mapping[str, float]:
+        for event in events:
+            if ANSWERS in event:
+                values = [each[0] if each else NOTHING for each in event[ANSWERS]]
+                return self._facets(task, values, event["complete"])
+        return self.judge(task, messages)
+
+    def _answered(self, task: Task, reply: str) -> Answers | None:
+        """What the solution in a reply says to the hidden inputs; None where there is no solution."""
+        solution = solution_of(reply)
         if not solution.strip():
-            return {OUTCOME: 0.0, "valid": 0.0}
-        answers = ask_function(solution, data["function"], data["inputs"], self.limits)
-        right = sum(
-            same(expected, given, exact=data["exact"]) for expected, given in zip(data["outputs"], answers.values)
-        )
+            return None
+        return ask_function(solution, task.data["function"], task.data["inputs"], self.limits)
+
+    def _facets(self, task: Task, values: Sequence[Any], complete: bool) -> Mapping[str, float]:
+        data = task.data
+        right = sum(same(expected, given, exact=data["exact"]) for expected, given in zip(data["outputs"], values))
         share = float(right == len(data["inputs"])) if self.whole else right / len(data["inputs"])
-        return {OUTCOME: share, "valid": float(answers.complete)}
+        return {OUTCOME: share, "valid": float(complete)}
 
     # Rows of a file ---------------------------------------------------------------------------------------------------
 
@@ -171,6 +198,12 @@ class Code:
                 "exact": row.get("exact", True),
             },
         )
+
+
+@functools.cache
+def _runners() -> ThreadPoolExecutor:
+    """So many solutions run at a time, whatever the number of episodes."""
+    return ThreadPoolExecutor(RUNNERS, thread_name_prefix="solutions")
 
 
 @functools.cache

@@ -262,8 +262,8 @@ def _refuse(name: str) -> Any:
 
 
 def same(expected: Any, given: Any, *, exact: bool = True) -> bool:
-    """Equal values of equal types, all the way down. Not exact: int and float are both numbers, equal when close."""
-    if not exact and _is_number(expected) and _is_number(given):
+    """Equal values of equal types, all the way down. Not exact: a float is equal to a number that is close."""
+    if not exact and float in (type(expected), type(given)) and _is_number(expected) and _is_number(given):
         try:
             return math.isclose(expected, given, rel_tol=CLOSENESS, abs_tol=CLOSENESS)
         except OverflowError:

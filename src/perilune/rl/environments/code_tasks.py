@@ -135,7 +135,7 @@ def _sum_of_some(drawn: Drawn, key: int) -> Family:
 def _chunks(drawn: Drawn, key: int) -> Family:
     return Family(function="chunks", signature="chunks(numbers)",
                   solve=lambda numbers: [numbers[start : start + key] for start in range(0, len(numbers), key)],
-                  draw=lambda drawn: [_numbers(drawn)],
+                  draw=lambda drawn: [drawn.integers(-50, 100, size=_integer(drawn, key + 1, 3 * key + 4)).tolist()],
                   text=f"Cut a list into lists of {key} elements, in order; the last one may be shorter.")  # fmt: skip
 
 
@@ -157,7 +157,7 @@ def _sort_by_rest(drawn: Drawn, key: int) -> Family:
     sign = -1 if falling else 1
     return Family(function="sort_by_rest", signature="sort_by_rest(numbers)",
                   solve=lambda numbers: sorted(numbers, key=lambda number: (number % key, sign * number)),
-                  draw=lambda drawn: [_numbers(drawn)],
+                  draw=lambda drawn: [drawn.integers(-50, 100, size=_integer(drawn, 8, 16)).tolist()],
                   text=f"Sort integers by their remainder modulo {key} (as Python's % gives it), from small to large; "
                        f"those with the same remainder from {'large to small' if falling else 'small to large'}."
                   )  # fmt: skip

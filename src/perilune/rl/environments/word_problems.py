@@ -82,18 +82,20 @@ class WordProblems:
     @cached_property
     def _rows(self) -> Mapping[Split, list[Task]]:
         rows: dict[Split, list[Task]] = {"train": [], "test": []}
+        split_of: dict[str, Split] = {}  # a question that comes twice is in one split, whatever its rows say
         for index, line in enumerate(_lines(Path(self.source))):
             row = _row(line)
             if row is None:
                 self._broken.append(index)
                 continue
             given = row.get("split")
-            is_test = given == "test" if given in ("train", "test") else index % TEST_SHARE == 0
+            is_test = given == "test" if given in ("train", "test") else len(split_of) % TEST_SHARE == 0
+            split = split_of.setdefault(row["question"], "test" if is_test else "train")
             task = Task(
                 name=str(row.get("id", row["question"])),
                 data={"question": row["question"], "answer": str(number_of(row["answer"]))},
             )
-            rows["test" if is_test else "train"].append(task)
+            rows[split].append(task)
         if not rows["train"] and not rows["test"]:
             raise ProblemError(
                 f'{self.source!r} holds no problem: expected JSON lines with question and answer ("... #### 72")'
