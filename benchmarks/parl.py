@@ -60,7 +60,7 @@ from parl_arms import (
     start_of,
     stop_here,
 )
-from parl_models import KEY, Recipe
+from parl_models import KEY, Recipe, gather_rows
 from parl_models import Settings as Models
 from parl_models import main as make_models
 from parl_play import best_of, test
@@ -258,6 +258,8 @@ def small_settings(settings: Settings) -> Settings:
 
 def main(settings: Settings) -> None:
     sys.setswitchinterval(TURN_SECONDS)
+    if settings.step != "report":
+        gather_rows(results=settings.results, out=settings.out)
     for path in settings.merge:
         add_rows(settings.results, read_rows(path), key=KEY)
     if settings.tiny and settings.step != "report":

@@ -11,10 +11,10 @@ from typing import Any, Literal, NoReturn, get_args
 
 import torch
 import tyro
-from parl_models import AGAIN, KEY, Recipe
+from parl_models import AGAIN, Recipe, keep_row
 from parl_traces import Mix, environment_of
 from rl_base import saved_step
-from rl_rows import add_rows, say
+from rl_rows import say
 
 from perilune.data.picture_scores import bootstrap_interval
 from perilune.recipes.parl import parl
@@ -225,6 +225,6 @@ def record(settings: Settings, row: dict[str, Any], seconds: float) -> None:
         **row, "seed": settings.seed, "recipe": settings.recipe, "tiny": settings.tiny, "seconds": round(seconds, 1),
         "commit": settings.commit or environment.get("commit", ""), "environment": environment,
     }  # fmt: skip
-    add_rows(settings.results, [row], key=KEY)
+    keep_row(row, results=settings.results, out=settings.out)
     shown = {name: value for name, value in row.items() if name not in HIDDEN}
     say(json.dumps(shown))

@@ -83,6 +83,8 @@ to the last of 16 items of two hops up to 6,811: none is left out. Rows of 4,096
 that go on to the last item."""
 SFT_TOKENS = 65_536
 """In a step."""
+ROWS = "rows.json"
+"""In --out: the rows of this machine, for calls whose --results lies in a folder that is empty each time."""
 SECONDS = "seconds.json"
 """In the folder of a model: those of training, by the step that a call began with."""
 
@@ -416,8 +418,18 @@ def _record(settings: Settings, config: RunConfig, seconds: float, more: dict[st
         "train_steps": config.trainer.steps, "seconds": round(seconds, 1), **more,
         "commit": settings.commit or environment.get("commit", ""), "environment": environment,
     }  # fmt: skip
-    add_rows(settings.results, [row], key=KEY)
+    keep_row(row, results=settings.results, out=settings.out)
     say(json.dumps({name: value for name, value in row.items() if name != "environment"}))
+
+
+def keep_row(row: dict[str, Any], *, results: Path, out: Path) -> None:
+    for path in (out / ROWS, results):
+        add_rows(path, [row], key=KEY)
+
+
+def gather_rows(*, results: Path, out: Path) -> None:
+    """What was measured on this machine and is not among the results, too."""
+    add_rows(results, [*read_rows(out / ROWS), *read_rows(results)], key=KEY)
 
 
 def small_settings(settings: Settings) -> Settings:
@@ -446,6 +458,7 @@ def main(settings: Settings) -> None:
     if settings.tiny:
         settings = small_settings(settings)
     settings.out.mkdir(parents=True, exist_ok=True)
+    gather_rows(results=settings.results, out=settings.out)
     steps = ("base", "sft", "worker") if settings.step == "all" else (settings.step,)
     ahead = traces_ahead(settings) if settings.step == "all" else None
     try:

@@ -275,6 +275,10 @@ def _leaves_out_what_is_there(script, made, capsys) -> None:
     assert "trained already" in told and "judged again already" in told
     assert "tested already at 1, 0.5, 2 times the cap" in told
     assert script.read_rows(made.results) == before
+    # Also where the folder of the results is empty in every call.
+    elsewhere = made.out / "elsewhere/rows.json"
+    script.gather_rows(results=elsewhere, out=made.out)
+    assert script.read_rows(elsewhere) == before
     # Other settings are another test; a call without time for it begins none, and says how to go on.
     with pytest.raises(SystemExit) as stopped:
         script.whole_arm(replace(made, tested=3, seconds=40.0))
