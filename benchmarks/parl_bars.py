@@ -1,30 +1,46 @@
 """Every bar of the experiment with PARL, and what the rows of benchmarks/parl.py say to it.
 
-A bar that was not measured says so, and one that was not met is not left out. `product` is the claim that a better
-recipe and a swarm multiply: F1 of {plain, full recipe} x {single agent, swarm}, with the interaction on the scale of
-logarithms, F1(full, swarm) F1(plain, single) / (F1(full, single) F1(plain, swarm)): 1 means that gains multiply.
+A bar that was not measured says so, one that was not met is not left out, and one that was judged on fewer than three
+seeds says on how many. An arm that was not trained to its end counts for no bar, and is shown with what it has. The
+claim of a product is in parl_product.py.
 """
 
-import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-Row = Mapping[str, Any]
+from parl_product import Row, f1_of, is_over, product_text, wide_seconds
+
 SEEDS = 3
+KINDS = ("wide", "narrow", "chain")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bar:
+    goal: str
+    bar: str
+    measured: str
+    met: bool | None
+    """By the seeds that there are; None: not measured."""
+    seeds: int = 0
+    """That it was judged on."""
+
+    @property
+    def told(self) -> str:
+        if self.met is None:
+            return "not measured"
+        said = "yes" if self.met else "NO"
+        return said if self.seeds >= SEEDS else f"{said}, {self.seeds} of {SEEDS} seeds"
 
 
 def bars_text(rows: Sequence[Row], *, tiny: bool = False) -> str:
-    """A table in Markdown, and the claim below it."""
+    """Tables in Markdown: the bars, the claim of a product, and all arms."""
     kept = [row for row in rows if bool(row.get("tiny")) == tiny]
     lines = ["| goal | bar | measured | met |", "|---|---|---|---|"]
-    for goal, bar, measured, is_met in bars(kept):
-        told = "not measured" if is_met is None else "yes" if is_met else "NO"
-        lines.append(f"| {goal} | {bar} | {measured} | {told} |")
-    return "\n".join([*lines, "", product_text(kept)])
+    lines += [f"| {each.goal} | {each.bar} | {each.measured or 'nothing'} | {each.told} |" for each in bars(kept)]
+    return "\n\n".join(["\n".join(lines), product_text(kept), arms_text(kept)])
 
 
-def bars(rows: Sequence[Row]) -> list[tuple[str, str, str, bool | None]]:
-    """(goal, bar, what was measured, whether it was met; None: not measured)"""
+def bars(rows: Sequence[Row]) -> list[Bar]:
     return [
         _worker(rows),
         _collapse(rows),
@@ -38,62 +54,46 @@ def bars(rows: Sequence[Row]) -> list[tuple[str, str, str, bool | None]]:
     ]
 
 
+# Rows -----------------------------------------------------------------------------------------------------------------
+
+
 def _of(
     rows: Sequence[Row], row: str, arm: str | None = None, *, cap: float | None = None, recipe: str = "full"
 ) -> list[Row]:
-    """By seed. Those of arms that were not trained to their end do not count."""
+    """By seed, also those of arms that were not trained to their end."""
     found = [
         each for each in rows
         if each.get("row") == row and each.get("recipe", "full") == recipe
-        and each.get("iterations", 0) >= each.get("wanted", 0)
         and (arm is None or each.get("arm") == arm) and (cap is None or each.get("cap") == cap)
     ]  # fmt: skip
     return sorted(found, key=lambda each: each.get("seed", 0))
+
+
+def _over(rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if is_over(row)]
+
+
+def _seeds(rows: Sequence[Row]) -> int:
+    return len({row.get("seed") for row in rows})
 
 
 def _last(row: Row, kind: str, name: str) -> float | None:
     return ((row.get("last_fifth") or {}).get(kind) or {}).get(name)
 
 
-def _each(values: Sequence[float | None], form: str = ".2f") -> str:
-    return ", ".join("-" if value is None else f"{value:{form}}" for value in values) or "nothing"
+def _number(value: float | None, form: str = ".2f") -> str:
+    return "-" if value is None else f"{value:{form}}"
 
 
-def _worker(rows: Sequence[Row]) -> tuple[str, str, str, bool | None]:
-    found = [row["right"] for row in _of(rows, "worker")]
-    met = None if not found else all(value >= 0.9 for value in found)
-    return "frozen worker", "90% of single lookups in 8 steps", _each(found), met
+def _progress(*rows: Row) -> str:
+    """Of arms that are not finished, how far they are."""
+    begun = [row for row in rows if not is_over(row)]
+    told = ", ".join(f"seed {row.get('seed')} at {row.get('iterations')} of {row.get('wanted')}" for row in begun)
+    return f" (not finished: {told})" if told else ""
 
 
-def _collapse(rows: Sequence[Row]) -> tuple[str, str, str, bool | None]:
-    found = [_last(row, "wide", "spawn") for row in _of(rows, "train", "outcome")]
-    met = None if not found else all(value is not None and value < 0.05 for value in found) and len(found) >= SEEDS
-    return "serial collapse shown", f"outcome only: spawn < 5% over the last fifth, {SEEDS} seeds", _each(found), met
-
-
-def _prevented(rows: Sequence[Row]) -> tuple[str, str, str, bool | None]:
-    trained = _of(rows, "train", "full")
-    found = {kind: [_last(row, kind, "spawn") for row in trained] for kind in ("wide", "narrow", "chain")}
-    told = "; ".join(f"{kind} {_each(values)}" for kind, values in found.items())
-    wide = all(value is not None and value >= 0.8 for value in found["wide"])
-    others = all(value is None or value <= 0.2 for kind in ("narrow", "chain") for value in found[kind])
-    met = None if not trained else wide and others and len(trained) >= SEEDS
-    return "prevented", f"full: spawn >= 80% on wide, <= 20% on narrow and chain, {SEEDS} seeds", told, met
-
-
-def _quality(rows: Sequence[Row]) -> tuple[str, str, str, bool | None]:
-    gains = []
-    for cap in (0.5, 1.0, 2.0):
-        pairs = _paired(_of(rows, "test", "full", cap=cap), _of(rows, "test", "serial", cap=cap))
-        gains.append((cap, [100 * (_f1(swarm) - _f1(single)) for swarm, single in pairs]))
-    told = "; ".join(f"{cap:g}x cap {_each(values, '+.1f')}" for cap, values in gains if values)
-    at_cap = gains[1][1]
-    met = None if not at_cap else all(gain >= 20 for gain in at_cap)
-    return "quality at equal cap", "item-F1 >= +20 points over the serial-trained agent", told or "nothing", met
-
-
-def _f1(row: Row) -> float:
-    return (row.get("wide_f1") or {}).get("mean", 0.0)
+def _each(rows: Sequence[Row], read: Callable[[Row], float | None], form: str = ".2f") -> str:
+    return ", ".join(f"{_number(read(row), form)}{_progress(row)}" for row in rows) or "nothing"
 
 
 def _paired(first: Sequence[Row], second: Sequence[Row]) -> list[tuple[Row, Row]]:
@@ -101,106 +101,176 @@ def _paired(first: Sequence[Row], second: Sequence[Row]) -> list[tuple[Row, Row]
     return [(row, by_seed[row["seed"]]) for row in first if row["seed"] in by_seed]
 
 
-def _latency(rows: Sequence[Row]) -> tuple[str, str, str, bool | None]:
-    """Critical steps of the serial agent at the swarm's F1, between its caps; where it never gets there, at least its
-    most steps."""
-    ratios, told = [], []
-    for swarm in _of(rows, "test", "full", cap=1.0):
-        curve = sorted(
-            ((_f1(row), row["kinds"]["wide"]["critical_steps"]) for row in _of(rows, "test", "serial")
-             if row["seed"] == swarm["seed"] and "wide" in row["kinds"]), key=lambda pair: pair[1],
-        )  # fmt: skip
-        steps = (swarm["kinds"].get("wide") or {}).get("critical_steps")
-        if not curve or not steps:
+# Bars -----------------------------------------------------------------------------------------------------------------
+
+
+def _worker(rows: Sequence[Row]) -> Bar:
+    found = _of(rows, "worker")
+    met = all(row["right"] >= 0.9 for row in found) if found else None
+    told = _each(found, lambda row: row["right"])
+    return Bar(goal="frozen worker", bar="90% of single lookups in 8 steps", measured=told, met=met,
+               seeds=_seeds(found))  # fmt: skip
+
+
+def _collapse(rows: Sequence[Row]) -> Bar:
+    found = _of(rows, "train", "outcome")
+    spawn = [_last(row, "wide", "spawn") for row in _over(found)]
+    met = all(value is not None and value < 0.05 for value in spawn) if spawn else None
+    told = _each(found, lambda row: _last(row, "wide", "spawn"))
+    return Bar(goal="serial collapse shown", bar=f"outcome only: spawn < 5% over the last fifth, {SEEDS} seeds",
+               measured=told, met=met, seeds=len(spawn))  # fmt: skip
+
+
+def _prevented(rows: Sequence[Row]) -> Bar:
+    found = _of(rows, "train", "full")
+    spawn = {kind: [_last(row, kind, "spawn") for row in _over(found)] for kind in KINDS}
+    told = "; ".join(f"{kind} {_each(found, lambda row, kind=kind: _last(row, kind, 'spawn'))}" for kind in KINDS)
+    known = [(kind, value) for kind, values in spawn.items() for value in values if value is not None]
+    met: bool | None = all(value >= 0.8 if kind == "wide" else value <= 0.2 for kind, value in known)
+    if met and len(known) < len(KINDS) * max(1, len(_over(found))):
+        met = None  # a kind that nobody looked at is not prevented
+    return Bar(goal="prevented", bar=f"full: spawn >= 80% on wide, <= 20% on narrow and chain, {SEEDS} seeds",
+               measured=told if found else "", met=met, seeds=len(_over(found)))  # fmt: skip
+
+
+def _quality(rows: Sequence[Row]) -> Bar:
+    told, judged = list[str](), list[float]()
+    for cap in (0.5, 1.0, 2.0):
+        pairs = _paired(_of(rows, "test", "full", cap=cap), _of(rows, "test", "serial", cap=cap))
+        gains = [(100 * (f1_of(swarm) - f1_of(single)), swarm, single) for swarm, single in pairs]
+        if gains:
+            values = (f"{gain:+.1f}{_progress(swarm, single)}" for gain, swarm, single in gains)
+            told.append(f"{cap:g}x cap {', '.join(values)}")
+        if cap == 1.0:
+            judged = [gain for gain, swarm, single in gains if is_over(swarm) and is_over(single)]
+    met = all(gain >= 20 for gain in judged) if judged else None
+    return Bar(goal="quality at equal cap", bar="item-F1 >= +20 points over the serial-trained agent",
+               measured="; ".join(told), met=met, seeds=len(judged))  # fmt: skip
+
+
+def _latency(rows: Sequence[Row]) -> Bar:
+    """Critical steps of both at the swarm's F1 at the cap, or at the serial agent's best F1 where that is lower. The
+    serial agent's are read between its caps, from nothing on; the swarm's are those of a cap that it was tested at."""
+    ratios, told = list[float](), list[str]()
+    for swarm in _over(_of(rows, "test", "full", cap=1.0)):
+        swarms, serials = (
+            [row for row in _over(_of(rows, "test", arm)) if row["seed"] == swarm["seed"] and _steps(row)]
+            for arm in ("full", "serial")
+        )
+        if not serials or not _steps(swarm):
             continue
-        needed, reached = _steps_at(curve, _f1(swarm))
-        ratios.append(needed / steps)
-        wall = f", {swarm['play_seconds']:.0f} s for all episodes in a batch"
-        told.append(f"{'' if reached else 'more than '}{needed / steps:.1f}x ({steps:.1f} steps{wall})")
-    met = None if not ratios else all(ratio >= 3 for ratio in ratios)
-    return "latency", "critical steps at equal F1 >= 3x lower", "; ".join(told) or "nothing", met
+        best = max(f1_of(row) for row in serials)
+        wanted = min(f1_of(swarm), best)
+        fast = min((row for row in swarms if f1_of(row) >= wanted), key=_steps)
+        slow = min((row for row in serials if f1_of(row) >= wanted), key=_steps)
+        needed = steps_at([(f1_of(row), _steps(row)) for row in serials], wanted)
+        ratios.append(needed / _steps(fast))
+        reached = "" if best >= f1_of(swarm) else f"F1 {f1_of(swarm):.2f} not reached by the serial agent; "
+        told.append(
+            f"{reached}{needed / _steps(fast):.1f}x at F1 {wanted:.2f}: {needed:.1f} steps against {_steps(fast):.1f}; "
+            f"wall-clock of all wide tasks {_number(wide_seconds(slow), '.0f')} s against "
+            f"{_number(wide_seconds(fast), '.0f')} s"
+        )
+    met = all(ratio >= 3 for ratio in ratios) if ratios else None
+    return Bar(goal="latency", bar="critical steps at equal F1 >= 3x lower", measured="; ".join(told), met=met,
+               seeds=len(ratios))  # fmt: skip
 
 
-def _steps_at(curve: Sequence[tuple[float, float]], wanted: float) -> tuple[float, bool]:
+def _steps(row: Row) -> float:
+    return (row["kinds"].get("wide") or {}).get("critical_steps") or 0.0
+
+
+def steps_at(curve: Sequence[tuple[float, float]], wanted: float) -> float:
+    """Steps at which (F1, steps) first reach F1 `wanted`, which they do, on a line between them and from nothing on."""
     before = (0.0, 0.0)
-    for f1, steps in curve:
+    for f1, steps in sorted(curve, key=lambda pair: pair[1]):
         if f1 >= wanted:
             share = (wanted - before[0]) / (f1 - before[0]) if f1 > before[0] else 1.0
-            return before[1] + share * (steps - before[1]), True
+            return before[1] + share * (steps - before[1])
         before = (f1, steps) if f1 >= before[0] else before
-    return max(steps for _, steps in curve), False
+    raise ValueError(f"F1 {wanted!r} is not reached by {curve!r}")
 
 
-def _hollow(rows: Sequence[Row]) -> tuple[str, str, str, bool | None]:
-    trained = _of(rows, "train", "full")
-    finished = [_last(row, "wide", "finished") for row in trained]
-    unused = [_last(row, "wide", "unused") for row in trained]
-    contrast = [_last(row, "wide", "unused") for row in _of(rows, "train", "instantiation")]
-    told = f"finish {_each(finished)}; unused {_each(unused)}; paid for instantiation alone: unused {_each(contrast)}"
-    is_good = all(value is not None and value >= 0.9 for value in finished)
-    is_good = is_good and all(value is not None and value <= 0.1 for value in unused)
-    return "no hollow work", "finish >= 0.9; unused workers <= 10%", told, is_good if trained else None
+def _hollow(rows: Sequence[Row]) -> Bar:
+    found, contrast = _of(rows, "train", "full"), _of(rows, "train", "instantiation")
+    finished, unused = ([_last(row, "wide", name) for row in _over(found)] for name in ("finished", "unused"))
+    met = all(value is not None and value >= 0.9 for value in finished)
+    met = met and all(value is not None and value <= 0.1 for value in unused)
+    told = [
+        f"{name} {_each(rows_of, lambda row, key=key: _last(row, 'wide', key))}"
+        for name, key, rows_of in (
+            ("finish", "finished", found), ("unused", "unused", found),
+            ("paid for instantiation alone: unused", "unused", contrast),
+        )
+    ]  # fmt: skip
+    return Bar(goal="no hollow work", bar="finish >= 0.9; unused workers <= 10%", measured="; ".join(told),
+               met=met if finished else None, seeds=len(finished))  # fmt: skip
 
 
-def _cost(rows: Sequence[Row]) -> tuple[str, str, str, bool | None]:
-    found = _of(rows, "best-of")
-    told = []
+def _cost(rows: Sequence[Row]) -> Bar:
+    found, told = _of(rows, "best-of"), list[str]()
     for row in found:
+        clipped = f" (equal tokens are {row['samples_wanted']:.1f})" if row.get("is_clipped") else ""
         told.append(
-            f"best of {row['samples_each']} serial samples {_f1(row):.2f} against {row['swarm_f1']['mean']:.2f} at "
-            f"{row['swarm_tokens']:,.0f} tokens"
+            f"best of {row['samples_each']}{clipped} serial samples {f1_of(row):.2f} against "
+            f"{row['swarm_f1']['mean']:.2f} at {row['swarm_tokens']:,.0f} tokens"
         )
     for row in _of(rows, "test", "full", cap=1.0):
         if "wide" in row["kinds"]:
-            told.append(f"{row['kinds']['wide']['total_steps']:.1f} steps of everybody an episode")
-    return "honest cost", "total steps and tokens; equal-token best-of-N serial", "; ".join(told) or "nothing", (
-        True if found else None
-    )  # fmt: skip
-
-
-def _joint(rows: Sequence[Row]) -> tuple[str, str, str, bool | None]:
-    pairs = _paired(_of(rows, "test", "full", cap=1.0), _of(rows, "test", "joint", cap=1.0))
-    told = "; ".join(f"frozen {_f1(frozen):.2f}, joint {_f1(joint):.2f}" for frozen, joint in pairs)
-    return "freeze or not", "frozen against jointly trained", told or "nothing", True if pairs else None
-
-
-def _audit(rows: Sequence[Row]) -> tuple[str, str, str, bool | None]:
-    trained = _of(rows, "train")
-    episodes, equal = (sum(row[name] for row in trained) for name in ("episodes", "replayed_equal"))
-    told = f"{equal:,} of {episodes:,} episodes of {len(trained)} runs"
-    return "audit", "100% of training episodes replay with the identical reward", told, (
-        equal == episodes if trained else None
-    )  # fmt: skip
-
-
-# The claim of a product -----------------------------------------------------------------------------------------------
-
-
-def product_text(rows: Sequence[Row]) -> str:
-    lines = ["| recipe | agent | F1 on wide tasks, by seed | seconds of a batch |", "|---|---|---|---|"]
-    found: dict[tuple[str, str], list[Row]] = {}
-    for recipe in ("plain", "full"):
-        for arm, told in (("serial", "single"), ("full", "swarm")):
-            found[recipe, told] = _of(rows, "test", arm, cap=1.0, recipe=recipe)
-            values, seconds = (
-                _each([_f1(row) for row in found[recipe, told]]),
-                _each([row["play_seconds"] for row in found[recipe, told]], ".0f"),
+            wide = row["kinds"]["wide"]
+            told.append(
+                f"{wide['total_steps']:.1f} steps and {wide['tokens']:,.0f} tokens of everybody an episode"
+                f"{_progress(row)}"
             )
-            lines.append(f"| {recipe} | {told} | {values} | {seconds} |")
-    seeds = set.intersection(*({row["seed"] for row in each} for each in found.values()))
-    ratios = []
-    for seed in sorted(seeds):
-        f1 = {key: next(_f1(row) for row in each if row["seed"] == seed) for key, each in found.items()}
-        below = f1["full", "single"] * f1["plain", "swarm"]
-        if below > 0 and f1["full", "swarm"] * f1["plain", "single"] > 0:
-            ratios.append(math.log(f1["full", "swarm"] * f1["plain", "single"] / below))
-    if not ratios:
-        return "\n".join([*lines, "", "The interaction was not measured: all four cells of one seed are needed."])
-    mean = sum(ratios) / len(ratios)
-    if len(ratios) < 2:
-        told = f"{math.exp(mean):.2f} (one seed: no interval)"
-    else:
-        spread = math.sqrt(sum((each - mean) ** 2 for each in ratios) / (len(ratios) - 1) / len(ratios))
-        reach = {2: 12.71, 3: 4.30}.get(len(ratios), 3.18) * spread
-        told = f"{math.exp(mean):.2f} [{math.exp(mean - reach):.2f}, {math.exp(mean + reach):.2f}], 95%, t over seeds"
-    return "\n".join([*lines, "", f"Interaction (1: gains multiply): {told}."])
+    return Bar(goal="honest cost", bar="total steps and tokens; equal-token best-of-N serial", measured="; ".join(told),
+               met=True if found else None, seeds=_seeds(found))  # fmt: skip
+
+
+def _joint(rows: Sequence[Row]) -> Bar:
+    pairs = _paired(_of(rows, "test", "full", cap=1.0), _of(rows, "test", "joint", cap=1.0))
+    told = "; ".join(
+        f"frozen {f1_of(frozen):.2f}, joint {f1_of(joint):.2f}{_progress(frozen, joint)}" for frozen, joint in pairs
+    )
+    judged = [frozen for frozen, joint in pairs if is_over(frozen) and is_over(joint)]
+    return Bar(goal="freeze or not", bar="frozen against jointly trained", measured=told,
+               met=True if judged else None, seeds=len(judged))  # fmt: skip
+
+
+def _audit(rows: Sequence[Row]) -> Bar:
+    """An arm whose episodes were not judged again yet, or not all of them, meets nothing."""
+    trained = [row for recipe in ("full", "plain") for row in _over(_of(rows, "train", recipe=recipe))]
+    judged = [row for row in trained if row.get("replayed") is not None]
+    episodes = sum(row["episodes"] for row in trained)
+    again, equal = (sum(row[name] for row in judged) for name in ("replayed", "replayed_equal"))
+    told = f"{equal:,} of {again:,} episodes of {len(judged)} runs, evaluations included"
+    if len(judged) < len(trained):
+        told += f"; not judged again yet: {', '.join(row.get('name', '') for row in trained if row not in judged)}"
+    met = equal == again and all(row["replayed"] >= row["episodes"] for row in judged)
+    if met and len(judged) < len(trained):
+        met = None
+    return Bar(goal="audit", bar="100% of training episodes replay with the identical reward",
+               measured=told if episodes else "", met=met if judged else None, seeds=_seeds(judged))  # fmt: skip
+
+
+# All arms -------------------------------------------------------------------------------------------------------------
+
+
+def arms_text(rows: Sequence[Row]) -> str:
+    """Whatever there is of every arm, finished or not."""
+    lines = ["| arm | recipe | seed | iterations | spawn: wide, narrow, chain | wide F1 by cap | judged again |",
+             "|---|---|---|---|---|---|---|"]  # fmt: skip
+    tests: dict[str, list[Row]] = {}
+    for row in rows:
+        if row.get("row") == "test":
+            tests.setdefault(row.get("name", ""), []).append(row)
+    for row in sorted((row for row in rows if row.get("row") == "train"), key=lambda row: str(row.get("name"))):
+        spawn = ", ".join(_number(_last(row, kind, "spawn")) for kind in KINDS)
+        found = sorted(tests.get(row.get("name", ""), []), key=lambda each: each["cap"])
+        f1 = ", ".join(f"{each['cap']:g}x {f1_of(each):.2f}" for each in found)
+        again = "no" if row.get("replayed") is None else f"{row['replayed_equal']:,} of {row['replayed']:,} equal"
+        state = f"{row.get('iterations')} of {row.get('wanted')}{'' if is_over(row) else ', not finished'}"
+        lines.append(
+            f"| {row.get('arm')} | {row.get('recipe', 'full')} | {row.get('seed')} | {state} | {spawn} | "
+            f"{f1 or 'not tested'} | {again} |"
+        )
+    return "\n".join(lines)

@@ -7,6 +7,7 @@
     python benchmarks/parl_models.py sft --mix all-at-once --out DIR        good ones hand out everything at once
     python benchmarks/parl_models.py worker --out DIR                       single lookups: 90% in 8 steps?
     python benchmarks/parl_models.py all --out DIR                          base, sft and worker
+    python benchmarks/parl_models.py all --out DIR --pieces FOLDER          the same; a model that is whole is packed
     python benchmarks/parl_models.py pack --name sft-full-mostly-serial-0 --pieces FOLDER --out DIR    small files
     python benchmarks/parl_models.py unpack --name sft-full-mostly-serial-0 --pieces FOLDER --out DIR
     python benchmarks/parl_models.py all --tiny --out DIR                   everything, on a CPU
@@ -14,9 +15,9 @@
 One model is orchestrator and worker. What it is taught has the form of the library's pages and none of its facts: pages
 and tasks of libraries with other seeds (parl_texts.py, parl_traces.py), so that nothing can be answered without
 looking. How long a model is trained is a number of steps: what it has learnt does not depend on how busy a machine was.
---seconds is for models that are compared after equal time. A step whose result is there is skipped. Training that is
-not over after --limit seconds of a call is saved, and the call ends with exit code 75: the same command goes on. Rows
-go to benchmarks/results/parl.json.
+--seconds and --as-long are for models that are compared after equal time. A step whose result is there is skipped.
+Training that is not over after --limit seconds of a call is saved, and the call ends with exit code 75: the same
+command goes on. Rows go to benchmarks/results/parl.json.
 """
 
 import asyncio
@@ -40,7 +41,7 @@ import torch
 import tyro
 from parl_traces import Mix, environment_of
 from rl_base import is_there, pack, saved_step, unpack, with_steps
-from rl_rows import add_rows, say
+from rl_rows import add_rows, read_rows, say
 
 from perilune.data import Corpus, CorpusConfig, Tokenizer
 from perilune.data.chat_rows import ChatRows
@@ -76,8 +77,16 @@ MEASURED_STEPS = 12
 AGAIN = 75
 """Exit code of a call that has to be given again: EX_TEMPFAIL."""
 CALLED = time.monotonic()
-ROW_TOKENS = 4096
-"""Of fine-tuning: a serial episode of a wide question is up to 2,300 tokens."""
+ROW_TOKENS = 8192
+"""Of fine-tuning. Of 1,800 orchestrators' dialogues those within the cap were up to 2,000 tokens, and those that go on
+to the last of 16 items of two hops up to 6,811: none is left out. Rows of 4,096 left out 12, a seventh of the wide ones
+that go on to the last item."""
+SFT_TOKENS = 65_536
+"""In a step."""
+ROWS = "rows.json"
+"""In --out: the rows of this machine, for calls whose --results lies in a folder that is empty each time."""
+SECONDS = "seconds.json"
+"""In the folder of a model: those of training, by the step that a call began with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,13 +96,17 @@ class Settings:
     mix: Mix = "mostly-serial"
     name: str = ""
     """For pack and unpack: a model in --out."""
-    pieces: Path = Path("pieces")
+    pieces: Path | None = None
+    """Where packed models lie. With base, sft and all: a model that is whole is packed there, also where the call ends
+    before the next one is."""
     out: Path = Path("runs/parl")
     base_steps: int = BASE_STEPS
     sft_steps: int = SFT_STEPS
     seconds: float | None = None
     """For each training, in place of a number of steps: as many as fit at the rate of its first ones. Preparing text
     comes on top."""
+    as_long: bool = False
+    """With --recipe plain: for as many seconds as the rows say that the same model of the full recipe took."""
     limit: float = 540.0
     """Seconds of a call after which training stops, saved."""
     libraries: int = 7
@@ -237,27 +250,61 @@ def trained(
     config: RunConfig, data: RunData, settings: Settings, *, steps: int, warmup_share: int
 ) -> tuple[RunConfig, dict[str, Any], float]:
     """The run to its end, or as much of it as the call has time for: Interrupted then. Its config with its number of
-    steps, its summary, and the seconds of this call. One that was begun is gone on with."""
+    steps, its summary, and the seconds of all its calls. One that was begun is gone on with."""
     folder = settings.out / config.name
     begun = 0 if settings.again else saved_step(folder)
     if begun:
         steps = read_config(folder).trainer.steps
-    elif settings.seconds is not None:
-        steps = steps_for(config, settings.seconds, data)
+    elif (seconds := seconds_of(settings, config.name)) is not None:
+        steps = steps_for(config, seconds, data)
     config = with_steps(config, steps, warmup_share=warmup_share)
     say(f"{config.name}: {'goes on at' if begun else 'training, step'} {begun}/{steps}")
-    began = time.monotonic()
+    began, before = time.monotonic(), seconds_before(folder, begun)
 
     def stop_in_time(phase: str) -> None:
+        if phase != "step:logged":
+            return
+        _keep_seconds(folder, {**before, begun: time.monotonic() - began})  # also of a call that is cut off
         # Within a step, where the trainer hears it, and saves.
-        if phase == "step:logged" and time.monotonic() - CALLED > settings.limit:
+        if time.monotonic() - CALLED > settings.limit:
             signal.raise_signal(signal.SIGTERM)
 
-    summary = train(
-        config, runs_folder=settings.out, resume=begun > 0, overwrite=not begun, data=data, on_phase=stop_in_time
-    )
+    try:
+        summary = train(
+            config, runs_folder=settings.out, resume=begun > 0, overwrite=not begun, data=data, on_phase=stop_in_time
+        )
+    finally:
+        spent = {**before, begun: time.monotonic() - began}
+        _keep_seconds(folder, spent)
     say(f"{config.name}: trained")
-    return config, summary, time.monotonic() - began
+    return config, summary, sum(spent.values())
+
+
+def seconds_of(settings: Settings, name: str) -> float | None:
+    """That a training is to take; None: it has a number of steps."""
+    if not settings.as_long:
+        return settings.seconds
+    other = name.replace(f"-{settings.recipe}-", "-full-", 1)
+    for row in read_rows(settings.results):
+        if (row.get("name"), row.get("tiny")) == (other, settings.tiny) and row["row"] in ("base", "sft"):
+            return row["seconds"]
+    raise SystemExit(
+        f"--as-long: {str(settings.results)!r} has no row of {other}: train the model of the full recipe first"
+    )
+
+
+def seconds_before(folder: Path, begun: int) -> dict[int, float]:
+    """Of earlier calls, by the step that each began with. One that was cut off before it saved began where this one
+    does: its time has led to nothing and does not count."""
+    if not begun or not (folder / SECONDS).exists():
+        return {}
+    known = json.loads((folder / SECONDS).read_text(encoding="utf-8"))
+    return {int(step): seconds for step, seconds in known.items() if int(step) < begun}
+
+
+def _keep_seconds(folder: Path, spent: dict[int, float]) -> None:
+    if folder.is_dir():
+        (folder / SECONDS).write_text(json.dumps(spent) + "\n", encoding="utf-8")
 
 
 def steps_for(config: RunConfig, seconds: float, data: RunData) -> int:
@@ -305,10 +352,10 @@ def make_sft(settings: Settings) -> None:
     say("traces are there")
     base = settings.out / base_name(settings)
     config = sft(base, sources=(str(source),))
-    rows = 4 if settings.tiny else 16
     length = 1024 if settings.tiny else ROW_TOKENS
+    rows = 4 if settings.tiny else SFT_TOKENS // length
     trainer = replace(
-        config.trainer, global_batch_rows=rows, micro_batch_rows=min(rows, 8), eval_every=0, report=False
+        config.trainer, global_batch_rows=rows, micro_batch_rows=min(rows, 4), eval_every=0, report=False
     )  # fmt: skip
     # As much as pre-training: a tenth of its rate, the default, is for models that know more than this one.
     optimizer = replace(config.optimizer, lr=3 * config.optimizer.lr)
@@ -322,7 +369,7 @@ def make_sft(settings: Settings) -> None:
     config, summary, seconds = trained(config, data, settings, steps=settings.sft_steps, warmup_share=4)
     _record(settings, config, seconds, {
         "row": "sft", "mix": settings.mix, "prepared_seconds": round(prepared, 1), "loss": summary.get("valid_loss"),
-        "dialogues": lessons.num_dialogues, "left_out": lessons.broken.count,
+        "dialogues": lessons.num_dialogues, "left_out": lessons.broken.count, "row_tokens": length,
         "epochs": round(config.trainer.steps * rows / max(1, lessons.num_rows), 2),
     })  # fmt: skip
 
@@ -371,8 +418,19 @@ def _record(settings: Settings, config: RunConfig, seconds: float, more: dict[st
         "train_steps": config.trainer.steps, "seconds": round(seconds, 1), **more,
         "commit": settings.commit or environment.get("commit", ""), "environment": environment,
     }  # fmt: skip
-    add_rows(settings.results, [row], key=KEY)
+    keep_row(row, results=settings.results, out=settings.out)
     say(json.dumps({name: value for name, value in row.items() if name != "environment"}))
+
+
+def keep_row(row: dict[str, Any], *, results: Path, out: Path) -> None:
+    for path in (out / ROWS, results):
+        add_rows(path, [row], key=KEY)
+
+
+def gather_rows(*, results: Path, out: Path) -> None:
+    """What was measured on this machine and is not among the results, too."""
+    if known := [*read_rows(out / ROWS), *read_rows(results)]:
+        add_rows(results, known, key=KEY)
 
 
 def small_settings(settings: Settings) -> Settings:
@@ -389,15 +447,19 @@ def main(settings: Settings) -> None:
     if settings.step in ("pack", "unpack"):
         if not settings.name:
             raise SystemExit("--name is missing: base-RECIPE-SEED or sft-RECIPE-MIX-SEED")
-        if settings.step == "unpack":
+        if settings.pieces is None:
+            raise SystemExit("--pieces is missing: the folder of the packed models")
+        if settings.step == "pack":
+            _pack(settings, settings.name)
+        elif is_there(settings.out, settings.name) and not settings.again:
+            print(f"{settings.name} is there; --again unpacks it anew")  # arms side by side begin with the same line
+        else:
             print(unpack(settings.pieces, settings.name, settings.out))
-            return
-        for path in pack(settings.out / settings.name, settings.pieces):
-            print(f"{path} {path.stat().st_size / 2**20:.1f} MiB")
         return
     if settings.tiny:
         settings = small_settings(settings)
     settings.out.mkdir(parents=True, exist_ok=True)
+    gather_rows(results=settings.results, out=settings.out)
     steps = ("base", "sft", "worker") if settings.step == "all" else (settings.step,)
     ahead = traces_ahead(settings) if settings.step == "all" else None
     try:
@@ -417,6 +479,8 @@ def main(settings: Settings) -> None:
                 test_worker(settings)
             else:
                 say(f"{step}: there already (--again makes it anew)")
+            if settings.pieces is not None and step != "worker":
+                _pack(settings, base_name(settings) if step == "base" else sft_name(settings))
     except Interrupted as stopped:
         if stopped.signal_number != signal.SIGTERM:  # a person's Ctrl-C
             raise
@@ -425,6 +489,12 @@ def main(settings: Settings) -> None:
     finally:
         if ahead is not None:
             ahead.wait()  # the next call would write the same file
+
+
+def _pack(settings: Settings, name: str) -> None:
+    assert settings.pieces is not None
+    for path in pack(settings.out / name, settings.pieces):
+        print(f"{path} {path.stat().st_size / 2**20:.1f} MiB")
 
 
 if __name__ == "__main__":

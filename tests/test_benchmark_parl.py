@@ -1,86 +1,36 @@
-"""benchmarks/parl.py in miniature: every piece runs, goes on where it was, and the bars say what was not met."""
+"""benchmarks/parl.py in miniature: every piece runs, and goes on where it was."""
 
 import json
+import re
+import shlex
+import signal
 import subprocess
 import sys
 import time
+import tomllib
+from collections import Counter
 from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import tyro
 
+from perilune.cli_audit import audit_step
+from perilune.data import Tokenizer
+from perilune.data.dialogues import document_of, read_dialogues
+from perilune.recipes.parl import parl
 from perilune.rl.environments.wide_search_corpus import CorpusConfig
 from perilune.rl.environments.wide_search_questions import parse_question
-from tests.benchmark_scripts import load_script
+from perilune.rl.environments.wide_search_traces import TraceConfig
+from perilune.rl.environments.wide_search_traces import traces as traces_of
+from perilune.rl.replay import replay_folder
+from perilune.rl.run_config import read_config
+from perilune.rl.trajectory import load_trajectories
+from tests.benchmark_scripts import FOLDER, load_script
 
-
-def row(name: str, arm: str = "full", *, seed: int = 0, recipe: str = "full", **more) -> dict:
-    return {"row": name, "arm": arm, "seed": seed, "recipe": recipe, "tiny": False, **more}
-
-
-def a_test(arm: str, f1: float, steps: float, *, cap: float = 1.0, seed: int = 0, recipe: str = "full") -> dict:
-    wide = {"critical_steps": steps, "total_steps": 40.0, "tokens": 800.0, "worker_tokens": 900.0}
-    interval = {"mean": f1, "low": f1, "high": f1}
-    return row("test", arm, seed=seed, recipe=recipe, cap=cap, wide_f1=interval, play_seconds=9.0, kinds={"wide": wide})
-
-
-def trained(arm: str, *, wide: float, narrow: float = 0.0, seed: int = 0, **more) -> dict:
-    last = {"wide": {"spawn": wide, "finished": 0.95, "unused": 0.05}, "narrow": {"spawn": narrow}}
-    return row("train", arm, seed=seed, last_fifth=last, episodes=10, replayed_equal=10, **more)
-
-
-@pytest.fixture
-def bars(monkeypatch):
-    return load_script(monkeypatch, "parl_bars")
-
-
-def met(bars, rows) -> dict[str, bool | None]:
-    return {goal: is_met for goal, _, _, is_met in bars.bars(rows)}
-
-
-def test_what_was_not_measured_is_said_and_nothing_is_met_by_it(bars):
-    assert set(met(bars, []).values()) == {None}
-    assert bars.bars_text([]).count("not measured") >= 9
-
-
-def test_bars_need_three_seeds_and_every_one_of_them(bars):
-    rows = [trained("outcome", wide=0.01, seed=seed) for seed in range(3)]
-    assert met(bars, rows[:2])["serial collapse shown"] is False
-    assert met(bars, rows)["serial collapse shown"] is True
-    assert met(bars, [*rows[:2], trained("outcome", wide=0.2, seed=2)])["serial collapse shown"] is False
-    full = [trained("full", wide=0.9, narrow=0.1, seed=seed) for seed in range(3)]
-    assert met(bars, full)["prevented"] is True and met(bars, full)["no hollow work"] is True
-    assert met(bars, [*full[:2], trained("full", wide=0.9, narrow=0.5, seed=2)])["prevented"] is False
-    broken = [*full[:2], replace_row(full[2], replayed_equal=9)]
-    assert met(bars, full)["audit"] is True and met(bars, broken)["audit"] is False
-
-
-def test_an_arm_that_was_not_trained_to_its_end_meets_no_bar(bars):
-    rows = [trained("outcome", wide=0.01, seed=seed, iterations=60, wanted=60) for seed in range(3)]
-    assert met(bars, rows)["serial collapse shown"] is True
-    assert met(bars, [*rows[:2], {**rows[2], "iterations": 59}])["serial collapse shown"] is False
-
-
-def replace_row(found: dict, **more) -> dict:
-    return {**found, **more}
-
-
-def test_equal_quality_is_looked_for_between_the_caps_of_the_serial_agent(bars):
-    serial = [a_test("serial", f1, steps, cap=cap) for cap, f1, steps in ((1.0, 0.5, 15.0), (2.0, 0.9, 30.0))]
-    assert bars._steps_at([(0.5, 15.0), (0.9, 30.0)], 0.7) == (22.5, True)
-    assert met(bars, [a_test("full", 0.9, 6.0), *serial])["latency"] is True
-    assert met(bars, [a_test("full", 0.9, 12.0), *serial])["latency"] is False
-    never = [a_test("full", 0.95, 6.0), *serial]
-    assert "more than 5.0x" in bars.bars_text(never) and met(bars, never)["quality at equal cap"] is True
-
-
-def test_the_product_of_recipe_and_swarm_has_an_interval_over_seeds(bars):
-    cells = [(recipe, arm, f1) for recipe, arm, f1 in (
-        ("plain", "serial", 0.2), ("plain", "full", 0.4), ("full", "serial", 0.3), ("full", "full", 0.6))]  # fmt: skip
-    rows = [a_test(arm, f1 + 0.001 * seed, 6.0, seed=seed, recipe=recipe) for recipe, arm, f1 in cells
-            for seed in range(3)]  # fmt: skip
-    told = bars.product_text(rows)
-    assert "Interaction (1: gains multiply): 1.00 [" in told
-    assert "not measured" in bars.product_text(rows[:3])
+AGAIN = 75
 
 
 def test_traces_of_all_parts_are_as_many_as_asked_for_and_have_seeds_of_their_own(monkeypatch, tmp_path):
@@ -104,7 +54,7 @@ def test_a_model_whose_time_is_up_is_saved_and_gone_on_with_by_the_same_call(mon
     monkeypatch.setattr(script, "CALLED", time.monotonic())
     with pytest.raises(SystemExit) as stopped:
         script.main(settings)
-    assert stopped.value.code == script.AGAIN and not script.is_there(tmp_path, "base-full-0")
+    assert stopped.value.code == AGAIN and not script.is_there(tmp_path, "base-full-0")
     begun = script.saved_step(tmp_path / "base-full-0")
     assert 0 < begun < 300
     with pytest.raises(SystemExit, match="has no base-full-0 that is whole"):
@@ -112,8 +62,11 @@ def test_a_model_whose_time_is_up_is_saved_and_gone_on_with_by_the_same_call(mon
     # As far as it was planned to go: the number of steps is that of the first call.
     monkeypatch.setattr(script, "train", lambda config, **how: {**how, "steps": config.trainer.steps})
     config = script.base_config(settings, script.text_files(script.small_settings(settings)))
-    _, went_on, _ = script.trained(config, None, replace(settings, limit=600), steps=1000, warmup_share=10)
+    (tmp_path / "base-full-0" / script.SECONDS).write_text(json.dumps({"0": 40.0, str(begun): 7.0}))
+    _, went_on, spent = script.trained(config, None, replace(settings, limit=600), steps=1000, warmup_share=10)
     assert went_on["resume"] and not went_on["overwrite"] and went_on["steps"] == 300
+    # Of all calls, but for one that was cut off at the step where this one begins.
+    assert 40 <= spent < 41
     assert "time is up" in capsys.readouterr().out
 
 
@@ -137,6 +90,14 @@ def test_a_model_has_as_many_steps_as_its_recipe_however_busy_the_machine_is(mon
     monkeypatch.setattr(script, "steps_for", lambda config, seconds, data: int(10 * seconds))
     _, went, _ = script.trained(config, None, replace(settings, seconds=7.0), steps=1000, warmup_share=10)
     assert went["steps"] == 70
+    plain = replace(settings, recipe="plain", as_long=True, results=tmp_path / "rows.json")
+    config = replace(config, name=script.base_name(plain))
+    with pytest.raises(SystemExit, match="has no row of base-full-0"):
+        script.trained(config, None, plain, steps=1000, warmup_share=10)
+    row = {"row": "base", "name": "base-full-0", "tiny": False, "seconds": 12.0}
+    (tmp_path / "rows.json").write_text(json.dumps([row, {**row, "tiny": True, "seconds": 1.0}]))
+    _, went, _ = script.trained(config, None, plain, steps=1000, warmup_share=10)
+    assert went["steps"] == 120
 
 
 def test_what_a_base_reads_is_answered_by_its_own_pages_and_by_no_task_s_library(monkeypatch, tmp_path):
@@ -200,30 +161,142 @@ def test_an_arm_from_other_traces_has_a_name_of_its_own_and_is_not_the_arm_of_th
         script.test(other)
 
 
-def test_models_are_made_arms_are_trained_tested_and_continued_on_a_cpu(monkeypatch, tmp_path, capsys):
-    script = load_script(monkeypatch, "parl")
-    settings = script.Settings(step="train", arm="joint", tiny=True, out=tmp_path, results=tmp_path / "rows.json")
-    made = script.small_settings(settings)
+def test_an_arm_of_the_plain_recipe_is_trained_by_adamw_too(monkeypatch, tmp_path):
+    script = load_script(monkeypatch, "parl_arms")
+    kinds = {
+        recipe: script.rl_config(script.Settings(step="train", recipe=recipe, out=tmp_path)).learner.optimizer.kind
+        for recipe in ("plain", "full")
+    }
+    assert kinds == {"plain": "adamw", "full": "muonclip"}
+
+
+def test_the_recipe_is_the_experiment(monkeypatch, tmp_path):
+    script = load_script(monkeypatch, "parl_arms")
+    settings, recipe = script.Settings(step="train", out=tmp_path), parl()
+    assert script.wide_search(settings) == recipe.environments.wide_search
+    assert recipe.rl.parl == script.rl_config(settings).parl
+    # An episode that hangs leaves most of a call of ten minutes.
+    assert script.rl_config(settings).rollout.episode_seconds == recipe.rl.rollout.episode_seconds <= 120
+
+
+def test_narrow_tasks_and_chains_are_played_above_the_cap_only_where_that_gives_them_steps(monkeypatch, tmp_path):
+    script = load_script(monkeypatch, "parl_play")
+    settings = script.Settings(step="test", tiny=True, tested=8, out=tmp_path)
+    (wide, others), (wide_above, none) = (script.tasks_at(settings, cap) for cap in (1.0, 2.0))
+    assert len(wide) == len(others) == 4 and none == []
+    assert [each.name for each in wide] == [each.name for each in wide_above]
+    assert all(each.data["critical_steps"] == 30 for each in wide_above)
+    # What is left out is what was played at the cap, step for step.
+    environment = script.wide_search(settings, 2.0)
+    again = [task for number in range(8) if (task := environment.task(number, "test")).data["kind"] != "wide"]
+    assert again == others
+    assert len(script.tasks_at(replace(settings, spare_steps=None), 2.0)[1]) == 4
+
+
+def test_best_of_has_as_many_samples_as_the_swarm_s_tokens_workers_included_once(monkeypatch, tmp_path, capsys):
+    script = load_script(monkeypatch, "parl_play")
+    settings = script.Settings(step="best-of", out=tmp_path, results=tmp_path / "rows.json", tiny=True)
+    with pytest.raises(SystemExit, match="no test of the arm full yet"):
+        script.best_of(settings)
+    swarm = {"tokens": 1700.0, "worker_tokens": 900.0}
+    rows = [
+        {"row": "test", "name": f"{arm}-full-0", "cap": 1.0, "tiny": True, "kinds": {"wide": wide}, "wide_f1": None}
+        for arm, wide in (("full", swarm), ("serial", {"tokens": 400.0, "worker_tokens": 0.0}))
+    ]
+    monkeypatch.setattr(script, "read_rows", lambda path: rows)
+    recorded, asked = [], []
+    monkeypatch.setattr(script, "record", lambda settings, row, seconds: recorded.append(row))
+
+    async def play(settings, caps, tell, **how) -> None:
+        asked.append((settings.arm, caps, how))
+        episodes = tuple(
+            SimpleNamespace(task=f"task {place}", task_data={"kind": "wide"}, facets={"outcome": f1, "tokens": 410.0})
+            for place, f1s in enumerate(((0.2, 0.6), (0.5, 0.4))) for f1 in f1s
+        )  # fmt: skip
+        tell(script.Played(cap=1.0, trajectories=episodes, failures=Counter(), wide_seconds=1.0, seconds=1.0))
+
+    monkeypatch.setattr(script, "play", play)
+    script.best_of(settings)
+    script.best_of(replace(settings, most=2))
+    (arm, caps, how), _ = asked
+    assert (arm, caps, how) == ("serial", (1.0,), {"samples": 4, "temperature": 1.0, "wide_only": True})
+    enough, clipped = recorded
+    assert enough["samples_each"] == 4 and enough["samples_wanted"] == 4.25 and not enough["is_clipped"]
+    assert enough["wide_f1"]["mean"] == 0.55 and enough["spent_tokens"] == 820.0
+    assert clipped["samples_each"] == 2 and clipped["is_clipped"]
+    assert "as many tokens are 4.2 serial samples" in capsys.readouterr().out
+
+
+@pytest.fixture
+def arm(monkeypatch, tmp_path):
+    """The script, with a call that has just begun, and the settings of a small arm whose models are made."""
+    script, arms = load_script(monkeypatch, "parl"), load_script(monkeypatch, "parl_arms")
+    monkeypatch.setattr(arms, "CALLED", time.monotonic())
+    settings = script.Settings(step="train", arm="joint", tiny=True, out=tmp_path, results=tmp_path / "back/rows.json")
+    return script, replace(script.small_settings(settings), tested=2)
+
+
+def test_models_are_made_arms_are_trained_tested_and_continued_on_a_cpu(arm, tmp_path, capsys):
+    script, made = arm
     with pytest.raises(SystemExit, match="no iteration was over after 0 s"):
         script.train(replace(made, seconds=0))
     script.train(replace(made, iterations=1))
     with pytest.raises(SystemExit, match="1 of 2 iterations: train it to its end, or test it as it is with --now"):
-        script.test(replace(made, tested=2))
+        script.test(made)
     with pytest.raises(SystemExit) as stopped:
         script.train(replace(made, seconds=0))
-    assert stopped.value.code == script.AGAIN
-    script.test(replace(made, tested=2, now=True))
-    (half, *_) = [each for each in script.read_rows(tmp_path / "rows.json") if each["row"] == "test"]
+    assert stopped.value.code == AGAIN
+    script.test(replace(made, now=True))
+    rows = script.read_rows(made.results)
+    (half, *_) = [each for each in rows if each["row"] == "test"]
     assert half["iterations"] == 1 and half["wanted"] == 2
-    script.train(made)
-    script.test(replace(made, tested=2))
-    rows = script.read_rows(tmp_path / "rows.json")
+    (begun,) = [each for each in rows if each["row"] == "train"]
+    assert begun["iterations"] == 1 and begun["replayed"] is None  # nothing is claimed that was not done
+    script.whole_arm(made)
+    rows = script.read_rows(made.results)
     (training,) = [each for each in rows if each["row"] == "train"]
-    assert training["iterations"] == 2 and training["episodes"] == training["replayed_equal"] == 8
-    assert sorted(each["cap"] for each in rows if each["row"] == "test") == [0.5, 1.0, 2.0]
+    # Four episodes an iteration, and four test tasks before, after, and after what was an arm of one iteration.
+    assert training["iterations"] == 2 and training["episodes"] == 8
+    assert training["replayed"] == training["replayed_equal"] == 20
+    assert training["seconds"] == training["train_seconds"] > begun["train_seconds"]
+    tests = [each for each in rows if each["row"] == "test"]
+    assert sorted(each["cap"] for each in tests) == [0.5, 1.0, 2.0] and all(each["iterations"] == 2 for each in tests)
+    assert all(each["wide_f1s"].keys() == {"0", "1"} for each in tests)
     assert {each["row"] for each in rows} == {"base", "sft", "worker", "train", "test"}
-    assert all(each["iterations"] == 2 for each in rows if each["row"] == "test")
-    assert "1 of 2 iterations: the same command goes on" in capsys.readouterr().out
+    assert "1 of 2 iterations; the same command goes on" in capsys.readouterr().out
+    _leaves_out_what_is_there(script, made, capsys)
+    _is_a_run_that_others_read(script, made, capsys)
+
+
+def _leaves_out_what_is_there(script, made, capsys) -> None:
+    before = script.read_rows(made.results)
+    script.whole_arm(made)
+    told = capsys.readouterr().out
+    assert "trained already" in told and "judged again already" in told
+    assert "tested already at 1, 0.5, 2 times the cap" in told
+    assert script.read_rows(made.results) == before
+    # Also where the folder of the results is empty in every call.
+    elsewhere = made.out / "elsewhere/rows.json"
+    script.gather_rows(results=elsewhere, out=made.out)
+    assert script.read_rows(elsewhere) == before
+    # Other settings are another test; a call without time for it begins none, and says how to go on.
+    with pytest.raises(SystemExit) as stopped:
+        script.whole_arm(replace(made, tested=3, seconds=40.0))
+    assert stopped.value.code == AGAIN
+    assert "too few to open it and test; the same command goes on" in capsys.readouterr().out
+
+
+def _is_a_run_that_others_read(script, made, capsys) -> None:
+    folder = made.out / "joint-full-0"
+    assert read_config(folder / "rl.json") == script.run_config(made)
+    assert replay_folder(folder)["equal"] == 20
+    audit_step([str(folder)])
+    assert "episodes  20 with" in capsys.readouterr().out
+    page, episodes = (made.results.parent / f"parl-joint-full-0.{kind}" for kind in ("html", "jsonl"))
+    assert "Episodes as timelines" in page.read_text() and page.stat().st_size + episodes.stat().st_size < 2e6
+    kept = load_trajectories(episodes)
+    assert [each.task for each in kept[:2]] == [kept[0].task] * 2 and len(kept) == 4
+    assert {each.task_data["kind"] for each in kept} == {"wide"}
 
 
 def test_the_outcome_alone_collapses_from_narrow_delegations_and_not_from_wide_ones(monkeypatch, tmp_path):
@@ -247,3 +320,56 @@ def test_a_simulated_policy_begins_with_the_shares_of_its_mix_and_moves_towards_
     assert widths.tolist() == pytest.approx(list(script.WIDTHS.values()))
     policy.update([(0, [(0, 1)], 1.0), (0, [(0, 0)], -1.0)], lr=0.5)
     assert policy.shares(0, 0)[1] > policy.shares(0, 1)[1] > 0.1  # the kind itself most, others by what they share
+
+
+def test_the_longest_dialogue_of_a_wide_question_fits_a_row_of_fine_tuning(monkeypatch, tmp_path):
+    models, texts = load_script(monkeypatch, "parl_models"), load_script(monkeypatch, "parl_texts")
+    traces = load_script(monkeypatch, "parl_traces")
+    # Every wide question has two hops and is answered to its last item.
+    asked = TraceConfig(orchestrators=24, workers=0, delegated=0.0, alone=0.0, uncapped=1.0,
+                        environment=traces.environment_of(tiny=True, kinds=("wide",), two_hops=1.0))  # fmt: skip
+    file = tmp_path / "traces.jsonl"
+    file.write_text("".join(trace.line for trace in traces_of(asked)))
+    pages = CorpusConfig(pages=2000, seed=texts.OTHER_LIBRARIES)
+    tokenizer = Tokenizer.train(islice(texts.documents(pages), 2000), 4096)
+    dialogues, _ = read_dialogues([file])
+    longest = max(len(document_of(each, tokenizer).tokens) for each in dialogues)
+    assert 5000 < longest <= models.ROW_TOKENS
+
+
+def test_a_model_that_is_whole_is_packed_though_the_next_one_is_not(monkeypatch, tmp_path):
+    script = load_script(monkeypatch, "parl_models")
+    settings = script.Settings(
+        step="all", tiny=True, out=tmp_path, pieces=tmp_path / "pieces", results=tmp_path / "rows.json"
+    )  # fmt: skip
+
+    def cut_off(settings) -> None:
+        raise script.Interrupted(signal.SIGTERM)
+
+    monkeypatch.setattr(script, "make_sft", cut_off)
+    monkeypatch.setattr(script, "_record", lambda *_: None)
+    monkeypatch.setattr(script, "CALLED", time.monotonic())
+    with pytest.raises(SystemExit) as stopped:
+        script.main(settings)
+    assert stopped.value.code == AGAIN
+    assert [path.name for path in (tmp_path / "pieces").iterdir()] == ["base-full-0.00"]
+    other = replace(settings, step="unpack", name="base-full-0", out=tmp_path / "other")
+    script.main(other)
+    assert script.is_there(tmp_path / "other", "base-full-0")
+    written = (tmp_path / "other/base-full-0/config.json").stat().st_mtime_ns
+    script.main(other)  # arms side by side begin with the same line
+    assert (tmp_path / "other/base-full-0/config.json").stat().st_mtime_ns == written
+
+
+def test_every_command_of_the_queue_has_options_that_exist(monkeypatch):
+    scripts = {name: load_script(monkeypatch, name).Settings for name in ("parl", "parl_models")}
+    seen = []
+    for entry in tomllib.loads((FOLDER / "queue.toml").read_text())["experiment"]:
+        for command in re.split(r"&&|;", entry["command"]):
+            words = shlex.split(command)
+            name = Path(words[1]).stem if words[:1] == ["python"] else ""
+            if name in scripts:
+                seen.append(tyro.cli(scripts[name], args=words[2:]))
+    arms = {(each.arm, each.recipe, each.seed) for each in seen if getattr(each, "step", "") == "arm"}
+    assert {(arm, "full", seed) for arm in ("full", "outcome", "serial") for seed in range(3)} <= arms
+    assert {("serial", "plain", 0), ("full", "plain", 0), ("no-finish", "full", 0), ("blog", "full", 0)} <= arms

@@ -51,7 +51,9 @@ def parl() -> RLRunConfig:
     """Wide search with a swarm: instantiation, finish and outcome are paid for; workers are frozen."""
     return RLRunConfig(
         name="parl",
-        environments=EnvironmentsConfig(wide_search=WideSearch(reply_tokens=1024, worker_reply_tokens=192)),
+        environments=EnvironmentsConfig(
+            wide_search=WideSearch(spare_steps=1, reply_tokens=1024, worker_reply_tokens=192)
+        ),
         rl=RLConfig(
             # The skill is there after ten, the extra rewards are gone after twenty more, and what is left when only the
             # outcome is paid takes as many again to settle.
@@ -59,6 +61,8 @@ def parl() -> RLRunConfig:
             tasks=16,
             rollout=RolloutConfig(
                 group_size=8,
+                # A whole iteration takes less: one that hangs is to cost no more.
+                episode_seconds=90.0,
                 talk=TalkConfig(max_tokens=3072, max_turns=24),
                 workers=TalkConfig(max_tokens=1024, max_turns=12),
             ),

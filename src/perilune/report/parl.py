@@ -54,7 +54,7 @@ def swarm_sections(iterations: Records, evaluations: Records) -> list[Section]:
                 rows=rows,
                 text="Greedy episodes of the test split by kind of task. Spawn: episodes with a worker. Finished: of "
                 "assigned tasks. Unused: workers of whose result nothing is in the final answer. Tokens: sampled by "
-                "the orchestrator, and by its workers, in an episode.",
+                "everybody in an episode, and by workers alone.",
             )
         )
     plots = [_curve(iterations, kinds, *each) for each in CURVES]

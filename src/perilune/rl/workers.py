@@ -5,7 +5,8 @@ an observation. These weights lie in the run's folder, so that a resumed run has
 
     runs/NAME/workers/weights.safetensors  model.json  tokenizer.json
 
-All workers of all episodes decode in one batch of their engine.
+All workers of all episodes decode in one batch of their engine. It is not the policy's engine: after its first update
+the policy has other weights, and one batch multiplies by one set of them. Jointly trained workers share the policy's.
 """
 
 import json

@@ -30,6 +30,17 @@ def test_workers_gather_all_of_it_within_the_cap():
     assert facets["total_steps"] == 1 + 2 * count
 
 
+def test_tokens_are_those_of_everybody_and_workers_have_theirs_beside():
+    environment = Gathering()
+    _, task, talk = played(environment, lambda count: delegating(count, "well"))
+    events = [
+        {**each, "body": {**each["body"], "tokens": 10}} if each["kind"] == "reply" else each for each in talk.events
+    ]
+    facets = environment.judge_events(task, talk.messages, events)
+    own = sum(each["kind"] == "reply" and each["chain"] == "main" for each in events)
+    assert facets["tokens"] == facets["worker_tokens"] + 10 * own > facets["worker_tokens"] > 0
+
+
 @pytest.mark.parametrize("how,parallel,outcome", [("empty", 1.0, 0.0), ("nobody", 0.0, 0.0), ("one", 1 / 3, 0.2)])
 def test_clumsy_delegation_brings_little_and_is_told_apart(how, parallel, outcome):
     environment = Gathering(wide=(5, 5))

@@ -103,7 +103,7 @@ class Gathering:
             "width": float(steps.width),
             "critical_steps": float(steps.critical),
             "total_steps": float(steps.total),
-            "tokens": float(sum(each["body"]["tokens"] for each in replies if each["chain"] == MAIN)),
+            "tokens": float(sum(each["body"]["tokens"] for each in replies)),
             "worker_tokens": float(sum(each["body"]["tokens"] for each in replies if each["chain"] != MAIN)),
         }
 

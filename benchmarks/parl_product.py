@@ -1,0 +1,193 @@
+"""The claim that a better recipe and a swarm multiply: wide F1 of {plain, full recipe} x {single agent, swarm}.
+
+    interaction = F1(full, swarm) F1(plain, single) / (F1(full, single) F1(plain, swarm))         1: gains multiply
+
+Twice: every agent at the cap, and every agent at the tested cap whose wide tasks took nearest to as long as those of
+the full recipe's swarm at the cap. The interval is over seeds (t) where there are three; with fewer it is a bootstrap
+over tasks, which are the same in all four cells: it says nothing about another training. What is equal and what is not
+is read from the rows and told below the table.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+Row = Mapping[str, Any]
+Cell = tuple[str, str]
+ARMS = {"single": "serial", "swarm": "full"}
+CELLS: tuple[Cell, ...] = (("plain", "single"), ("plain", "swarm"), ("full", "single"), ("full", "swarm"))
+FEWEST_SEEDS = 3
+T_VALUES = {3: 4.30, 4: 3.18, 5: 2.78}
+"""Of 95% intervals, by the number of seeds."""
+ROUNDS = 2000
+ALIKE = 1.1
+"""Seconds whose largest is at most so many times the smallest are told as equal."""
+
+
+def is_over(row: Row) -> bool:
+    """Whether the arm of a row was trained to its end."""
+    return row.get("iterations", 0) >= row.get("wanted", 0)
+
+
+def f1_of(row: Row) -> float:
+    return (row.get("wide_f1") or {}).get("mean", 0.0)
+
+
+def wide_seconds(row: Row) -> float | None:
+    return row.get("wide_seconds")
+
+
+def product_text(rows: Sequence[Row]) -> str:
+    tests = {cell: _tests(rows, cell) for cell in CELLS}
+    at_cap = {cell: {seed: caps[1.0] for seed, caps in tests[cell].items() if 1.0 in caps} for cell in CELLS}
+    as_long = _as_long(tests)
+    lines = [
+        "| recipe | agent | seconds of training: models + arm | F1 at the cap | seconds | F1 in as long | seconds |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for cell in CELLS:
+        trained = ", ".join(
+            f"{_whole(_model_seconds(rows, cell, seed))} + {_whole(_arm_seconds(rows, cell, seed))}"
+            for seed in sorted(at_cap[cell])
+        )
+        cells = [*cell, trained, _values(at_cap[cell]), _seconds(at_cap[cell]),
+                 _values(as_long[cell], with_cap=True), _seconds(as_long[cell])]  # fmt: skip
+        lines.append(f"| {' | '.join(each or '-' for each in cells)} |")
+    told = [f"Interaction at the cap (1: gains multiply): {interaction_text(at_cap)}."]
+    told.append(f"Interaction in equal serving seconds: {interaction_text(as_long)}.")
+    if seeds := _seeds(at_cap):
+        told += [_equal_text(rows, seeds, as_long)]
+    return "\n".join([*lines, "", "\n".join(told)])
+
+
+# Cells ----------------------------------------------------------------------------------------------------------------
+
+
+def _tests(rows: Sequence[Row], cell: Cell) -> dict[int, dict[float, Row]]:
+    """Seed -> times the cap -> row; of arms that are finished."""
+    found: dict[int, dict[float, Row]] = {}
+    for row in rows:
+        told = row.get("row"), row.get("recipe", "full"), row.get("arm")
+        if told == ("test", cell[0], ARMS[cell[1]]) and is_over(row):
+            found.setdefault(row["seed"], {})[row["cap"]] = row
+    return found
+
+
+def _as_long(tests: Mapping[Cell, Mapping[int, Mapping[float, Row]]]) -> dict[Cell, dict[int, Row]]:
+    """Of every cell and seed the row whose wide tasks took nearest to as long as the full swarm's at the cap."""
+    found: dict[Cell, dict[int, Row]] = {cell: {} for cell in CELLS}
+    for seed, caps in tests["full", "swarm"].items():
+        wanted = wide_seconds(caps[1.0]) if 1.0 in caps else None
+        for cell in CELLS:
+            timed = [(seconds, row) for row in tests[cell].get(seed, {}).values() if (seconds := wide_seconds(row))]
+            if wanted and timed:
+                found[cell][seed] = min(timed, key=lambda pair: abs(math.log(pair[0] / wanted)))[1]
+    found["full", "swarm"] = {
+        seed: caps[1.0] for seed, caps in tests["full", "swarm"].items() if 1.0 in caps and wide_seconds(caps[1.0])
+    }
+    return found
+
+
+def _seeds(cells: Mapping[Cell, Mapping[int, Row]]) -> list[int]:
+    """That all four cells have."""
+    return sorted(set.intersection(*(set(rows) for rows in cells.values())))
+
+
+def _values(rows: Mapping[int, Row], *, with_cap: bool = False) -> str:
+    caps = {seed: f" at {row['cap']:g}x" if with_cap else "" for seed, row in rows.items()}
+    return ", ".join(f"{f1_of(row):.2f}{caps[seed]}" for seed, row in sorted(rows.items()))
+
+
+def _seconds(rows: Mapping[int, Row]) -> str:
+    return ", ".join(_whole(wide_seconds(row), ".1f") for _, row in sorted(rows.items()))
+
+
+def _whole(value: float | None, form: str = ".0f") -> str:
+    return "-" if value is None else f"{value:{form}}"
+
+
+# The interaction ------------------------------------------------------------------------------------------------------
+
+
+def interaction_text(cells: Mapping[Cell, Mapping[int, Row]]) -> str:
+    seeds = [seed for seed in _seeds(cells) if all(f1_of(rows[seed]) > 0 for rows in cells.values())]
+    if not seeds:
+        return "not measured: all four cells of one seed are needed, each with something right"
+    logs = [_log_ratio({cell: f1_of(rows[seed]) for cell, rows in cells.items()}) for seed in seeds]
+    mean = sum(logs) / len(logs)
+    if len(logs) >= FEWEST_SEEDS:
+        spread = math.sqrt(sum((each - mean) ** 2 for each in logs) / (len(logs) - 1) / len(logs))
+        reach = T_VALUES.get(len(logs), 2.6) * spread
+        low, high, how = mean - reach, mean + reach, f"95%, t over {len(logs)} seeds"
+    else:
+        drawn = _bootstrap(cells, seeds)
+        if drawn is None:
+            return f"{math.exp(mean):.2f} (no interval: rows without the F1 of every task)"
+        (low, high), how = drawn, f"95%, bootstrap over tasks, {len(logs)} of {FEWEST_SEEDS} seeds"
+    return f"{math.exp(mean):.2f} [{math.exp(low):.2f}, {math.exp(high):.2f}], {how}"
+
+
+def _log_ratio(f1: Mapping[Cell, Any]) -> Any:
+    gain, other = f1["full", "swarm"] * f1["plain", "single"], f1["full", "single"] * f1["plain", "swarm"]
+    return np.log(gain) - np.log(other)
+
+
+def _bootstrap(cells: Mapping[Cell, Mapping[int, Row]], seeds: Sequence[int]) -> tuple[float, float] | None:
+    """Of the mean over seeds, by drawing the tasks that all cells have again with replacement."""
+    known = [rows[seed].get("wide_f1s") or {} for rows in cells.values() for seed in seeds]
+    tasks = sorted(set.intersection(*(set(each) for each in known)))
+    if not tasks:
+        return None
+    drawn = np.random.default_rng(0).integers(0, len(tasks), (ROUNDS, len(tasks)))
+    logs = np.zeros(ROUNDS)
+    for seed in seeds:
+        f1 = {cell: np.array([rows[seed]["wide_f1s"][task] for task in tasks]) for cell, rows in cells.items()}
+        # A draw in which a cell has nothing right would be infinite.
+        logs += _log_ratio({cell: np.maximum(values[drawn].mean(1), 1e-4) for cell, values in f1.items()}) / len(seeds)
+    low, high = np.quantile(logs, (0.025, 0.975))
+    return float(low), float(high)
+
+
+# What is equal --------------------------------------------------------------------------------------------------------
+
+
+def _model_seconds(rows: Sequence[Row], cell: Cell, seed: int) -> float | None:
+    """Of pre-training and fine-tuning, all calls."""
+    found = [
+        row["seconds"] for row in rows
+        if row.get("seed") == seed and row.get("recipe", "full") == cell[0]
+        and (row.get("row") == "base" or (row.get("row") == "sft" and row.get("mix") == "mostly-serial"))
+    ]  # fmt: skip
+    return sum(found) if len(found) == 2 else None
+
+
+def _arm_seconds(rows: Sequence[Row], cell: Cell, seed: int) -> float | None:
+    for row in rows:
+        if (row.get("row"), row.get("recipe", "full"), row.get("arm"), row.get("seed")) == (
+            "train", cell[0], ARMS[cell[1]], seed,
+        ):  # fmt: skip
+            return row.get("train_seconds")
+    return None
+
+
+def _equal_text(rows: Sequence[Row], seeds: Sequence[int], as_long: Mapping[Cell, Mapping[int, Row]]) -> str:
+    models = [_model_seconds(rows, cell, seed) for cell in CELLS for seed in seeds]
+    arms = [_arm_seconds(rows, cell, seed) for cell in CELLS for seed in seeds]
+    served = [wide_seconds(as_long[cell][seed]) for cell in CELLS for seed in seeds if seed in as_long[cell]]
+    wanted = {row.get("wanted") for cell in CELLS for row in as_long[cell].values()}
+    iterations = "equal" if len(wanted) == 1 else "NOT equal"
+    return (
+        f"At the cap, critical steps are equal; iterations of reinforcement learning are {iterations}. Seconds: of "
+        f"training the models {_alike(models)}; of reinforcement learning {_alike(arms)}; of serving, in the last two "
+        f"columns, {_alike(served)}. Arms that ran side by side shared the card."
+    )
+
+
+def _alike(values: Sequence[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    if not known or len(known) < len(values):
+        return "not known"
+    low, high = min(known), max(known)
+    return f"{'equal' if high <= ALIKE * low else 'NOT equal'} ({low:.0f} to {high:.0f})"

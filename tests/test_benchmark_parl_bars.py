@@ -1,0 +1,181 @@
+"""Bars of benchmarks/parl.py: what was not met, not measured or not finished is said, and on how many seeds."""
+
+import pytest
+
+from tests.benchmark_scripts import load_script
+
+
+def row(name: str, arm: str = "full", *, seed: int = 0, recipe: str = "full", **more) -> dict:
+    told = {"row": name, "arm": arm, "name": f"{arm}-{recipe}-{seed}", "seed": seed, "recipe": recipe, "tiny": False}
+    return {**told, "iterations": 60, "wanted": 60, **more}
+
+
+def a_test(
+    arm: str, f1: float, steps: float, *, cap: float = 1.0, seconds: float = 9.0, f1s: dict | None = None, **more
+) -> dict:
+    wide = {"critical_steps": steps, "total_steps": 40.0, "tokens": 1700.0, "worker_tokens": 900.0}
+    interval = {"mean": f1, "low": f1, "high": f1}
+    told = {"wide_f1": interval, "wide_f1s": f1s, "wide_seconds": seconds, "play_seconds": 2 * seconds}
+    return row("test", arm, cap=cap, kinds={"wide": wide}, **told, **more)
+
+
+def trained(arm: str, *, wide: float, narrow: float | None = 0.0, chain: float | None = 0.0, **more) -> dict:
+    last = {"wide": {"spawn": wide, "finished": 0.95, "unused": 0.05}}
+    last |= {kind: {"spawn": value} for kind, value in (("narrow", narrow), ("chain", chain)) if value is not None}
+    told = {"last_fifth": last, "episodes": 10, "replayed": 14, "replayed_equal": 14, "train_seconds": 300.0}
+    return row("train", arm, **{**told, **more})
+
+
+def cells(**f1: float) -> list[dict]:
+    """Tests of all four cells of the product, `plain_single` and so on."""
+    arms = {"single": "serial", "swarm": "full"}
+    return [
+        a_test(arms[name.split("_")[1]], value, 6.0, recipe=name.split("_")[0], f1s={"0": value, "1": value})
+        for name, value in f1.items()
+    ]
+
+
+@pytest.fixture
+def bars(monkeypatch):
+    return load_script(monkeypatch, "parl_bars")
+
+
+@pytest.fixture
+def product(monkeypatch):
+    return load_script(monkeypatch, "parl_product")
+
+
+def told(bars, rows) -> dict[str, str]:
+    return {each.goal: each.told for each in bars.bars(rows)}
+
+
+def measured(bars, rows) -> dict[str, str]:
+    return {each.goal: each.measured for each in bars.bars(rows)}
+
+
+def test_what_was_not_measured_is_said_and_nothing_is_met_by_it(bars):
+    assert set(told(bars, []).values()) == {"not measured"}
+    assert bars.bars_text([]).count("not measured") >= 9
+
+
+def test_bars_are_met_by_three_seeds_and_by_fewer_only_as_many_as_they_are(bars):
+    rows = [trained("outcome", wide=0.01, seed=seed) for seed in range(3)]
+    assert told(bars, rows[:1])["serial collapse shown"] == "yes, 1 of 3 seeds"
+    assert told(bars, rows[:2])["serial collapse shown"] == "yes, 2 of 3 seeds"
+    assert told(bars, rows)["serial collapse shown"] == "yes"
+    assert told(bars, [*rows[:2], trained("outcome", wide=0.2, seed=2)])["serial collapse shown"] == "NO"
+    full = [trained("full", wide=0.9, narrow=0.1, seed=seed) for seed in range(3)]
+    assert told(bars, full)["prevented"] == "yes" and told(bars, full)["no hollow work"] == "yes"
+    assert told(bars, [*full[:2], trained("full", wide=0.9, narrow=0.5, seed=2)])["prevented"] == "NO"
+    assert told(bars, [a_test("full", 0.9, 6.0), a_test("serial", 0.5, 15.0)])["quality at equal cap"] == (
+        "yes, 1 of 3 seeds"
+    )
+
+
+def test_spawning_is_not_prevented_where_a_kind_of_task_was_not_looked_at(bars):
+    full = [trained("full", wide=0.9, seed=seed) for seed in range(3)]
+    assert told(bars, full)["prevented"] == "yes"
+    for missing in ("narrow", "chain"):
+        some = [*full[:2], trained("full", wide=0.9, seed=2, **{missing: None})]
+        assert told(bars, some)["prevented"] == "not measured"
+    assert told(bars, [trained("full", wide=0.3, narrow=None)])["prevented"] == "NO, 1 of 3 seeds"
+
+
+def test_an_arm_that_is_not_finished_meets_no_bar_and_is_shown_with_what_it_has(bars):
+    rows = [trained("outcome", wide=0.01, seed=seed) for seed in range(3)]
+    rows[2] |= {"iterations": 34}
+    assert told(bars, rows)["serial collapse shown"] == "yes, 2 of 3 seeds"
+    assert measured(bars, rows)["serial collapse shown"] == "0.01, 0.01, 0.01 (not finished: seed 2 at 34 of 60)"
+    only = [trained("outcome", wide=0.31, iterations=34, replayed=None, replayed_equal=None)]
+    assert told(bars, only)["serial collapse shown"] == "not measured"
+    assert "| outcome | full | 0 | 34 of 60, not finished | 0.31, 0.00, 0.00 | not tested | no |" in bars.bars_text(
+        only
+    )
+    tests = [a_test("full", 0.9, 6.0, iterations=34), a_test("serial", 0.5, 15.0)]
+    assert told(bars, tests)["quality at equal cap"] == "not measured"
+    assert measured(bars, tests)["quality at equal cap"] == "1x cap +40.0 (not finished: seed 0 at 34 of 60)"
+
+
+def test_an_audit_counts_only_what_was_judged_again(bars):
+    full = [trained("full", wide=0.9, seed=seed) for seed in range(3)]
+    assert told(bars, full)["audit"] == "yes"
+    assert told(bars, [*full[:2], {**full[2], "replayed_equal": 13}])["audit"] == "NO"
+    assert told(bars, [*full[:2], {**full[2], "replayed": 9, "replayed_equal": 9}])["audit"] == "NO"
+    waiting = [*full[:2], {**full[2], "replayed": None, "replayed_equal": None}]
+    assert told(bars, waiting)["audit"] == "not measured"
+    assert "not judged again yet: full-full-2" in measured(bars, waiting)["audit"]
+
+
+def test_equal_quality_is_looked_for_between_the_caps_of_the_serial_agent(bars):
+    assert bars.steps_at([(0.9, 30.0), (0.5, 15.0)], 0.7) == 22.5
+    serial = [a_test("serial", f1, steps, cap=cap, seconds=2 * steps)
+              for cap, f1, steps in ((1.0, 0.5, 15.0), (2.0, 0.9, 30.0))]  # fmt: skip
+    quick = [a_test("full", 0.9, 6.0, seconds=11.0), *serial]
+    assert told(bars, quick)["latency"] == "yes, 1 of 3 seeds"
+    assert "5.0x at F1 0.90: 30.0 steps against 6.0" in measured(bars, quick)["latency"]
+    assert "wall-clock of all wide tasks 60 s against 11 s" in measured(bars, quick)["latency"]
+    assert told(bars, [a_test("full", 0.9, 12.0), *serial])["latency"] == "NO, 1 of 3 seeds"
+
+
+def test_a_quality_that_the_serial_agent_never_reaches_is_compared_at_the_best_that_both_reach(bars):
+    serial = [a_test("serial", f1, steps, cap=cap) for cap, f1, steps in ((1.0, 0.5, 15.0), (6.0, 0.6, 90.0))]
+    swarm = [a_test("full", 0.95, 10.0), a_test("full", 0.7, 7.5, cap=0.5)]
+    found = measured(bars, [*swarm, *serial])["latency"]
+    assert "F1 0.95 not reached by the serial agent" in found and "12.0x at F1 0.60: 90.0 steps against 7.5" in found
+    # Its most steps say nothing about a quality that it has not: here it needs as few as the swarm for what it has.
+    weak = [a_test("serial", 0.5, 15.0), a_test("serial", 0.4, 90.0, cap=6.0)]
+    assert told(bars, [*swarm[:1], *weak])["latency"] == "NO, 1 of 3 seeds"
+    assert "1.5x at F1 0.50" in measured(bars, [*swarm[:1], *weak])["latency"]
+
+
+def test_best_of_fewer_samples_than_equal_tokens_are_says_so(bars):
+    best = row("best-of", "serial", samples_each=16, samples_wanted=21.4, is_clipped=True, swarm_tokens=1700.0,
+               wide_f1={"mean": 0.6}, swarm_f1={"mean": 0.9})  # fmt: skip
+    assert "best of 16 (equal tokens are 21.4) serial samples 0.60" in measured(bars, [best])["honest cost"]
+    assert "(equal" not in measured(bars, [{**best, "is_clipped": False}])["honest cost"]
+
+
+# The product ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_product_has_an_interval_over_tasks_with_one_seed_and_over_seeds_with_three(product):
+    one = cells(plain_single=0.2, plain_swarm=0.4, full_single=0.3, full_swarm=0.6)
+    assert "at the cap (1: gains multiply): 1.00 [1.00, 1.00], 95%, bootstrap over tasks, 1 of 3 seeds" in (
+        product.product_text(one)
+    )
+    # A task that one cell gets and another does not makes it wider, on both sides of the mean.
+    one[0] |= {"wide_f1s": {"0": 0.4, "1": 0.0}}
+    low, high = _interval(product.product_text(one))
+    assert low < 1 < high
+    three = [{**each, "seed": seed, "wide_f1": {"mean": each["wide_f1"]["mean"] + 0.01 * seed}}
+             for each in one for seed in range(3)]  # fmt: skip
+    assert "95%, t over 3 seeds" in product.product_text(three)
+    assert "not measured" in product.product_text(one[:3])
+    assert "no interval" in product.product_text([{**each, "wide_f1s": None} for each in one])
+
+
+def _interval(text: str) -> tuple[float, float]:
+    low, high = text.split("[")[1].split("]")[0].split(", ")
+    return float(low), float(high)
+
+
+def test_equal_serving_seconds_take_the_cap_that_is_nearest_to_the_swarm_s(product):
+    rows = cells(plain_single=0.2, plain_swarm=0.4, full_single=0.3, full_swarm=0.6)
+    longer = [a_test("serial", 0.5, 30.0, cap=2.0, seconds=20.0), a_test("serial", 0.9, 60.0, cap=6.0, seconds=90.0)]
+    rows[2]["wide_seconds"], rows[3]["wide_seconds"] = 5.0, 24.0
+    text = product.product_text([*rows, *longer])
+    assert "| full | single | - + - | 0.30 | 5.0 | 0.50 at 2x | 20.0 |" in text
+    assert "| full | swarm | - + - | 0.60 | 24.0 | 0.60 at 1x | 24.0 |" in text
+
+
+def test_what_is_not_equal_is_told_as_not_equal(product):
+    rows = cells(plain_single=0.2, plain_swarm=0.4, full_single=0.3, full_swarm=0.6)
+    assert "training the models not known" in product.product_text(rows)
+    for recipe, seconds in (("plain", 200.0), ("full", 210.0)):
+        rows += [row("base", "", recipe=recipe, seconds=seconds), row("sft", "", recipe=recipe, seconds=seconds,
+                                                                      mix="mostly-serial")]  # fmt: skip
+        rows += [trained(arm, wide=0.5, recipe=recipe, train_seconds=100.0 if arm == "serial" else 300.0)
+                 for arm in ("serial", "full")]  # fmt: skip
+    text = product.product_text(rows)
+    assert "training the models equal (400 to 420)" in text and "reinforcement learning NOT equal (100 to 300)" in text
+    assert "| plain | swarm | 400 + 300 |" in text
