@@ -20,6 +20,7 @@ from perilune.rl.environment import OUTCOME
 from perilune.rl.environments.arithmetic import Arithmetic
 from perilune.rl.environments.copying import Copying
 from perilune.rl.environments.drawing import Drawing
+from perilune.rl.environments.word_problems import WordProblems
 from perilune.rl.evaluation import OTHER_PICTURES, read_evaluations
 from perilune.rl.loop import LoopError
 from perilune.rl.progress import RLProgress
@@ -209,6 +210,16 @@ def test_bad_episodes_are_counted_and_shown_and_the_run_goes_on(tmp_path):
     assert all(each.num_trained and not each.facets for each in kept)  # tokens and transcript are there to be judged
 
 
+def test_broken_rows_of_a_file_are_said_at_the_start(tmp_path, capsys):
+    rows = [json.dumps({"question": f"{number}?", "answer": str(number)}) for number in range(12)]
+    (tmp_path / "rows.jsonl").write_text("\n".join([*rows, "{", '{"question": 1}', "no"]) + "\n")
+    problems = WordProblems(source=str(tmp_path / "rows.jsonl"), max_tokens=4)
+    chosen = EnvironmentsConfig(word_problems=problems)
+    settings = config(1, environments=chosen, start_from="a run", rl={"tasks": 1, "pool": 2})
+    train_policy(settings, policy(), tmp_path / "run", quiet=False)
+    assert "word_problems: 3 rows of its file are broken and left out" in capsys.readouterr().err
+
+
 class Unmade(Copying):
     """Every other task cannot be made."""
 
@@ -283,6 +294,13 @@ def test_pictures_are_also_tested_with_those_of_other_tasks(tmp_path):
         ({"environments": EnvironmentsConfig()}, "no environment"),
         ({"makes_model": False}, "--from RUN"),
         ({"environments": EnvironmentsConfig(arithmetic=Arithmetic())}, "knows only copying"),
+        (
+            {
+                "environments": EnvironmentsConfig(word_problems=WordProblems(source="none.jsonl")),
+                "start_from": "a run",
+            },
+            r"environments\.word_problems\.source is 'none\.jsonl', which does not exist",
+        ),
     ],
 )
 def test_what_does_not_fit_is_said_before_anything_starts(changes, complaint):

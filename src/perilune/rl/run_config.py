@@ -158,6 +158,13 @@ def check(config: RLRunConfig, environments: Mapping[str, Environment]) -> None:
             f"learner.ptx_weight is {config.rl.learner.ptx_weight!r} but ptx.sources is empty: give a file of "
             "dialogues, --ptx.sources chats.jsonl"
         )
+    files = {f"environments.{name}.source": getattr(each, "source", "") for name, each in environments.items()}
+    for field_name, path in [*files.items(), *(("ptx.sources", source) for source in config.ptx.sources)]:
+        if path and not Path(path).exists():
+            raise RLRunError(
+                f"{field_name} is {path!r}, which does not exist: give a file that does, by a path that counts from "
+                f"{str(Path.cwd())!r} or from /"
+            )
     _check_black_box(config)
     if config.rl.rollout.talk.temperature != 1.0:
         raise RLRunError(
