@@ -211,6 +211,7 @@ def _joint(found: Rows) -> list[Bar]:
             f"{name} {_average([_mean(row, name, 'before') for row in rows]):.3f} -> "
             f"{_average([_mean(row, name) for row in rows]):.3f}"
             for name in ("drawing", "words", "sums")
+            if all(name in row["after"] for row in rows)  # a miniature knows numbers alone
         ]
         return ", ".join(told), None
 

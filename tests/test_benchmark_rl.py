@@ -383,6 +383,10 @@ def test_a_miniature_of_numbers_learns_and_says_what_it_does_not_know(scripts, t
     )
     (row,) = json.loads((tmp_path / "r.json").read_text())
     assert set(row["after"]) == {"sums", "tools"} and row["levels"]["sums"] == 3 and row["start"] == "mini"
+    numbers = [row | {"arm": arm} for arm in ("sums", "tools")]
+    (tmp_path / "r.json").write_text(json.dumps(numbers))
+    told = scripts.report.write_report(tmp_path / "r.json", tmp_path / "none.json")
+    assert "| 6. sums alone | reported | sums " in told and "not measured: joint" in told
 
 
 def test_a_step_is_measured_by_what_it_moves_and_what_it_gains(scripts, models: Path) -> None:
