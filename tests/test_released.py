@@ -13,9 +13,19 @@ from perilune.data.dialogues import read_dialogues
 from perilune.eval.safety import load_probes
 from perilune.hub import open_folder
 from perilune.model import Decoder
-from perilune.recipes.nano_dialogues import KINDS, PARTS, DialogueCounts, dialogue, lines, write_dialogues
+from perilune.recipes import nano_dialogues
+from perilune.recipes.nano_dialogues import (
+    KINDS,
+    PARTS,
+    DialogueCounts,
+    dialogue,
+    lines,
+    made_of_what,
+    write_dialogues,
+)
 from perilune.recipes.nano_release import MOST_BYTES, TINY_COUNTS, nano_release
 from perilune.released import is_whole, released_model
+from perilune.rl.environments.wide_search_questions import parse_question
 from tests.benchmark_scripts import load_script
 
 
@@ -93,6 +103,33 @@ def test_every_dialogue_can_be_read_and_both_ways_of_asking_are_among_them(tmp_p
     assert write_dialogues(tmp_path, TINY_COUNTS) == files and Path(files[0]).stat().st_mtime_ns == written
     again = write_dialogues(tmp_path / "again", TINY_COUNTS)
     assert [Path(path).read_bytes() for path in files] == [Path(path).read_bytes() for path in again]
+
+
+def test_wide_questions_are_handed_out_all_at_once_and_the_others_worked_on_alone() -> None:
+    counts = DialogueCounts(orchestrators=40 * PARTS, workers=0, library_pages=1000)
+    handed_out: dict[str, list[bool]] = {"wide": [], "narrow": [], "chain": []}
+    for line in map(json.loads, lines("search", 0, counts, seed=0)):
+        replies = [message.get("tool_calls") or () for message in line["messages"]]
+        tasks = [sum(call["function"]["name"] == "assign_task" for call in calls) for calls in replies]
+        can = any(tool["function"]["name"] == "assign_task" for tool in line["tools"])
+        if can:
+            handed_out[line["kind"]].append(max(tasks) > 0)
+        if max(tasks):
+            question = parse_question(line["messages"][1]["content"])
+            assert question is not None and max(tasks) == sum(tasks) == len(question.names)
+    assert sum(handed_out["wide"]) >= 0.9 * len(handed_out["wide"])
+    assert handed_out["narrow"] and handed_out["chain"] and not any(handed_out["narrow"] + handed_out["chain"])
+
+
+@pytest.mark.parametrize("change", [{"ALONE": 0.5}, {"DELEGATED": {"wide": 0.5}}, {"AT_ONCE": {1: 1.0}}, {"VERSION": 0},
+                                    {"MADE_BY": ("released.py",)}])  # fmt: skip
+def test_whatever_changes_the_dialogues_changes_the_names_of_their_files(
+    monkeypatch: pytest.MonkeyPatch, change: dict
+) -> None:
+    before = made_of_what(TINY_COUNTS, seed=0)
+    assert before == made_of_what(TINY_COUNTS, seed=0) != made_of_what(TINY_COUNTS, seed=1)
+    monkeypatch.setattr(nano_dialogues, *next(iter(change.items())))
+    assert made_of_what(TINY_COUNTS, seed=0) != before
 
 
 def test_no_safety_probe_is_trained_on() -> None:
