@@ -4,6 +4,8 @@ import json
 import re
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -32,6 +34,16 @@ from perilune.released import is_whole, released_model
 from perilune.rl.environments.wide_search_questions import parse_question
 from perilune.train import train
 from tests.benchmark_scripts import load_script
+
+WITHOUT_TORCH = """
+import sys
+from importlib.machinery import PathFinder
+find = PathFinder.find_spec
+PathFinder.find_spec = lambda name, *more: None if name.partition(".")[0] == "torch" else find(name, *more)
+from perilune.cli import main
+main(sys.argv[1:])
+"""
+"""As on a machine where torch is not installed."""
 
 
 def script() -> ModuleType:
@@ -340,17 +352,48 @@ def test_without_the_model_nothing_is_shown(here: Path, capsys, monkeypatch: pyt
     assert capsys.readouterr().out == "" and not list(here.iterdir())
 
 
+def test_a_folder_that_is_named_and_not_whole_is_spoken_of(here: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["released"])
+    monkeypatch.setenv(released.VARIABLE, "nowhere")
+    with pytest.raises(SystemExit, match="PERILUNE_NANO is 'nowhere'"):
+        cli_released.main()
+    assert chosen_model(DemoFlags()) is None and "the scripted model takes its place" in capsys.readouterr().err
+
+
+def test_without_torch_the_demonstration_of_swarms_is_scripted_and_says_why(
+    here: Path, stand_in: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(released.VARIABLE, str(stand_in / "models" / "perilune-nano"))
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, "swarm", "demo", "--json", "--quiet"],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["status"] == "done"
+    assert done.stderr.count("\n") == 1 and "needs torch" in done.stderr and "scripted model takes" in done.stderr
+
+
 # Showing it ----------------------------------------------------------------------------------------------------------
 
 
 def test_the_model_is_shown_in_a_chat_with_pictures_and_as_a_swarm(
     here: Path, stand_in: Path, capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(released.VARIABLE, str(stand_in / "models" / "perilune-nano"))
+    other = here / "another-name"  # a folder is served under its own
+    shutil.copytree(stand_in / "models" / "perilune-nano", other)
+    monkeypatch.setenv(released.VARIABLE, str(other))
     settings = cli_released.Settings(pictures=1, max_tokens=4, picture_tokens=8)
     assert cli_released.show(settings)
     said = capsys.readouterr().out
-    for part in ("the released model", cli_released.QUESTIONS[0], "as SVG: score", "question: Find the", "of 9 right"):
+    assert "came to no answer" not in said
+    for part in (
+        "the released model",
+        "another-name answers from",
+        cli_released.QUESTIONS[0],
+        "as SVG: score",
+        "question: Find the",
+        "of 9 right",
+    ):
         assert part in said, part
     assert "data:image/png;base64," in (here / "runs/released/report.html").read_text()
     main(["swarm", "audit", "runs/released/swarm"])
