@@ -6,7 +6,7 @@
     python benchmarks/nano_release.py export --pieces FOLDER --out models/perilune-nano       anywhere
     python benchmarks/nano_release.py all --tiny                                 everything on a CPU, within a minute
 
-`prepare` writes FOLDER/prepared.tar.zst, which a machine with a GPU may be given; without it `train` makes the same.
+`prepare` writes FOLDER/prepared.tar.zst (23 MiB), for a machine with a GPU; without it `train` makes the same there.
 `train` pre-trains, then fine-tunes. A call trains until --seconds are over, saves, and says that it has to be given
 again. Steps follow from --pretrain-seconds and --sft-seconds and the median speed of a few. With --pieces it begins
 where those end, so that fine-tuning may follow on another machine. `export` writes weights in bfloat16, measures

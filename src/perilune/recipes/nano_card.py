@@ -41,7 +41,7 @@ words may get around it, and a model of this size has little to give away. The r
 it: tools run in a sandbox, and every call is in a journal that `perilune swarm audit` reads.
 """
 RECIPE = """\
-Stages, in this order; `python benchmarks/nano_release.py` runs them all.
+Stages, in this order: `python benchmarks/nano_release.py train`, and `export` for the measurements below.
 
 | stage | steps | tokens | rows x length | learning rate | seconds | machine | commit |
 | --- | --- | --- | --- | --- | --- | --- | --- |
