@@ -1,74 +1,99 @@
-"""Train, measure and export `perilune-nano`, the model that is released with the code, in pieces of a few minutes.
+"""Train, measure and export `perilune-nano`, the model that is released with the code, on machines that forget.
 
-    python benchmarks/nano_release.py --seconds 450 --corpus .cache/corpus    on a GPU; give it again until it says done
-    python benchmarks/nano_release.py --tiny                                  all stages on a CPU, in less than a minute
+    python benchmarks/nano_release.py prepare --corpus FILE --licences "..."     dialogues, tokenizer, tokens; no GPU
+    python benchmarks/nano_release.py train --corpus FILE --licences "..."       a GPU; again while its status is 75
+    python benchmarks/nano_release.py pack --pieces FOLDER                       what was trained, as a few small files
+    python benchmarks/nano_release.py export --pieces FOLDER --out models/perilune-nano       anywhere
+    python benchmarks/nano_release.py all --tiny                                 everything on a CPU, within a minute
 
-Stages: data (dialogues and texts), pretrain, sft, export (weights in bfloat16, abilities on test tasks, safety probes,
-card). A call trains for at most --seconds, saves, and says what comes next; the next call goes on there. Steps follow
-from --pretrain-seconds and --sft-seconds and the speed of the first few. Everything lies in --folder; the released
-folder goes to --out. `--start RUN` exports another run as the release: one that went on with reinforcement learning.
+`prepare` writes FOLDER/prepared.tar.zst (23 MiB), for a machine with a GPU; without it `train` makes the same there.
+`train` pre-trains, then fine-tunes. A call trains until --seconds are over, saves, and says that it has to be given
+again. Steps follow from --pretrain-seconds and --sft-seconds and the median speed of a few. With --pieces it begins
+where those end, so that fine-tuning may follow on another machine. `export` writes weights in bfloat16, measures
+abilities on test tasks, asks the safety probes and writes the card: what is said there of the training is in the
+pieces. `--start RUN` exports another run as the release: one that went on with reinforcement learning. Everything lies
+in --folder.
 """
 
-import asyncio
 import json
-import os
 import shutil
 import signal
+import statistics
 import tempfile
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import tyro
+from nano_measure import measure, probe_safety
+from nano_pieces import (
+    STAGES,
+    TEXTS,
+    bundle,
+    done_stages,
+    pack,
+    read_stage,
+    stage_folder,
+    unbundle,
+    unpack,
+    write_json,
+    write_stage,
+)
+from rl_base import with_steps
 from rl_rows import say
 
 from perilune import hub
 from perilune.cli_hub import open_model
-from perilune.cli_serve import served_inside
-from perilune.data.picture_scores import bootstrap_interval
-from perilune.eval.safety import SafetyConfig, load_probes, run_probes, write_reports
+from perilune.data.chat_rows import ChatDataConfig, ChatRows
 from perilune.hub.export import check_writable
 from perilune.hub.safety_section import write_section
 from perilune.recipes.nano_card import release_card
-from perilune.recipes.nano_dialogues import SCENES, DialogueCounts, write_dialogues, write_texts
-from perilune.recipes.nano_release import MOST_BYTES, NAME, TINY_COUNTS, nano_release, nano_release_sft, stdlib, tiny
-from perilune.rl.environment import Environment
-from perilune.rl.environments.calculator import Calculator
-from perilune.rl.environments.drawing import Drawing
-from perilune.rl.environments.wide_search import SERIAL_TOOLS, WideSearch
-from perilune.rl.environments.wide_search_corpus import CorpusConfig as LibraryConfig
-from perilune.rl.rollout import Job, RolloutConfig, Rollouts
-from perilune.rl.talk import TalkConfig, Workers
-from perilune.serve.async_engine import AsyncEngine
-from perilune.serve.engine import Engine
-from perilune.serve.sizing import EngineConfig
-from perilune.swarm.http_client import HTTPClient
-from perilune.swarm.provider import Secret
+from perilune.recipes.nano_dialogues import DialogueCounts, write_dialogues, write_texts
+from perilune.recipes.nano_release import (
+    MOST_BYTES,
+    NAME,
+    SFT_TOKENS,
+    TINY_COUNTS,
+    nano_release,
+    nano_release_sft,
+    stdlib,
+    tiny,
+)
+from perilune.recipes.sft import processor_of
 from perilune.train import RunConfig, train
 from perilune.train.batches import RunData, open_data
 from perilune.train.interrupt import Interrupted
-from perilune.train.trainer import pick_device
+from perilune.train.run_folder import CHECKPOINTS, ENVIRONMENT, METRICS
 
-MEASURED_STEPS = 20
+MEASURED_STEPS = 16
+"""The later half of them says how long one takes: the first ones make kernels and graphs."""
+SECONDS_TO_BEGIN = 60.0
+"""Less of them are no time to begin a stage in."""
+AGAIN = 75
+"""Exit status of a call that has to be given again: EX_TEMPFAIL."""
 LICENCES = {"stdlib": "Python's standard library, PSF licence", "own": "texts of our own dialogues, made by Perilune"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    seconds: float = 450.0
-    """Of training in one call."""
-    pretrain_seconds: float = 1200.0
+    step: tyro.conf.Positional[Literal["prepare", "train", "pack", "export", "all"]]
+    seconds: float = 520.0
+    """Of one call of train."""
+    pretrain_seconds: float = 420.0
     """In all."""
-    sft_seconds: float = 400.0
-    """In all; on an H200 that is about twenty times through the dialogues, by estimate."""
+    sft_seconds: float = 200.0
+    """In all; on an H200 that is about fifteen times through the dialogues, by estimate."""
     corpus: tuple[str, ...] = ()
     """Files or folders of text with known licences; none: the standard library alone."""
     licences: tuple[str, ...] = ()
-    """What the card says of each of them."""
+    """What the card says of each of them, in the same order: whose text it is, and its licence."""
+    license: str = "apache-2.0"
+    """Of the weights, as the Hub spells it, for the card."""
     folder: Path = Path("runs/nano_release")
+    pieces: Path | None = None
+    """Folder of pieces: pack writes them, export and train begin with them."""
     out: Path | None = None
     """The released folder; default: FOLDER/perilune-nano. The repository's is models/perilune-nano."""
     start: str | None = None
@@ -79,14 +104,23 @@ class Settings:
     """That write dialogues."""
     device: str = "auto"
     seed: int = 0
+    commit: str = ""
+    """For the card, where there is no git."""
     tiny: bool = False
 
     def __post_init__(self) -> None:
-        if len(self.licences) not in (0, len(self.corpus)):
-            raise ValueError(f"--licences has {len(self.licences)} entries, expected one for each --corpus")
+        if len(self.licences) != len(self.corpus):
+            raise ValueError(
+                f"--corpus has {len(self.corpus)} entries and --licences {len(self.licences)}: say for each, in the "
+                "same order, whose text it is and its licence, as in --licences 'MDN, CC-BY-SA-2.5'"
+            )
         for name in ("seconds", "pretrain_seconds", "sft_seconds"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)!r}, expected more than 0")
+        if not self.license.strip():
+            raise ValueError("--license is empty, expected that of the weights, as in apache-2.0")
+        if self.step == "pack" and self.pieces is None:
+            raise ValueError("--pieces is missing: the folder that pack writes to")
 
     @property
     def released(self) -> Path:
@@ -95,7 +129,7 @@ class Settings:
     @property
     def described(self) -> list[str]:
         """The text, as the card names it."""
-        given = [self.licences[at] if self.licences else Path(path).name for at, path in enumerate(self.corpus)]
+        given = [f"{Path(path).name}: {licence}" for path, licence in zip(self.corpus, self.licences, strict=True)]
         return [*(given or [LICENCES["stdlib"]]), LICENCES["own"]]
 
 
@@ -103,14 +137,26 @@ class OutOfTime(Exception):
     """The seconds of this call are over; what was trained is saved."""
 
 
-# Stages --------------------------------------------------------------------------------------------------------------
+# Data -----------------------------------------------------------------------------------------------------------------
 
 
-def make_data(settings: Settings) -> tuple[str, ...]:
+def make_dialogues(settings: Settings) -> tuple[str, ...]:
     counts = TINY_COUNTS if settings.tiny else DialogueCounts()
-    place = settings.folder / "dialogues"
     processes = 1 if settings.tiny else settings.processes
-    return write_dialogues(place, counts, seed=settings.seed, processes=processes)
+    return write_dialogues(settings.folder / "dialogues", counts, seed=settings.seed, processes=processes)
+
+
+def prepare(settings: Settings, dialogues: tuple[str, ...]) -> tuple[RunConfig, RunData]:
+    """The pre-training and its data. Tokens of the dialogues are made too, so that no GPU waits for them later."""
+    config = pretrain_config(settings, dialogues)
+    data = open_data(config.data, seed=config.seed)
+    say("pre-training: tokens are there")
+    chat = ChatDataConfig(sources=dialogues, processor=processor_of(config, settings.folder))
+    rows = ChatRows(
+        chat, data.tokenizer, seq_len=SFT_TOKENS, seed=settings.seed, cache_dir=config.data.cache_dir
+    )  # fmt: skip
+    say(f"fine-tuning: tokens of {rows.num_dialogues:,} dialogues are there; {rows.broken}")
+    return config, data
 
 
 def pretrain_config(settings: Settings, dialogues: tuple[str, ...]) -> RunConfig:
@@ -121,7 +167,7 @@ def pretrain_config(settings: Settings, dialogues: tuple[str, ...]) -> RunConfig
 
 
 def sft_config(settings: Settings, dialogues: tuple[str, ...]) -> RunConfig:
-    run = nano_release_sft(settings.folder / f"{NAME}-pretrain", dialogues)
+    run = nano_release_sft(stage_folder(settings.folder, "pretrain"), dialogues)
     return _placed(tiny(run) if settings.tiny else run, settings)
 
 
@@ -135,136 +181,109 @@ def _placed(run: RunConfig, settings: Settings) -> RunConfig:
     )
 
 
-def steps_for(config: RunConfig, seconds: float, data: RunData | None) -> int:
-    """Optimizer steps that fit, from the last tokens per second of a few."""
-    few = replace(config, trainer=replace(config.trainer, steps=MEASURED_STEPS, eval_every=0, log_every=1))
-    if few.data.vision is not None:
-        few = replace(few, data=replace(few.data, vision=replace(few.data.vision, samples=0)))
-    with tempfile.TemporaryDirectory() as folder:
-        rate = train(few, runs_folder=folder, quiet=True, data=data)["tokens_per_s"] or 1.0
-    return max(MEASURED_STEPS, int(seconds * rate / (config.trainer.global_batch_rows * config.data.seq_len)))
+# Training -------------------------------------------------------------------------------------------------------------
 
 
-def train_stage(config: RunConfig, seconds: float, settings: Settings, deadline: float) -> None:
+def train_stages(settings: Settings, deadline: float) -> None:
+    """All stages that are left, or as much of them as fits."""
+    if settings.pieces is not None:
+        unpack(settings.pieces, settings.folder)
+    if len(done_stages(settings.folder)) == len(STAGES):
+        return
+    write_json(settings.folder / TEXTS, {"texts": settings.described})
+    dialogues = make_dialogues(settings)
+    say("dialogues are there")
+    if not read_stage(stage_folder(settings.folder, "pretrain")).get("done"):
+        config, data = prepare(settings, dialogues)
+        train_stage(config, data, settings.pretrain_seconds, settings, deadline)
+    config = sft_config(settings, dialogues)
+    train_stage(config, open_data(config.data, seed=config.seed), settings.sft_seconds, settings, deadline)
+
+
+def train_stage(config: RunConfig, data: RunData, seconds: float, settings: Settings, deadline: float) -> None:
     """The rest of a stage, or as much as fits before the deadline."""
     folder = settings.folder / config.name
-    plan = settings.folder / f"{config.name}.json"
-    if (folder / "done").exists():
-        return
-    # Dialogues take a minute to read: once is enough.
-    data = open_data(config.data, seed=config.seed) if config.data.chat is not None else None
-    say(f"{config.name}: data are there")
-    if not plan.exists():
-        steps = config.trainer.steps if settings.tiny else steps_for(config, seconds, data)
-        plan.write_text(json.dumps({"steps": steps}) + "\n")
-    config = replace(config, trainer=replace(config.trainer, steps=json.loads(plan.read_text())["steps"]))
+    stage = read_stage(folder)
     left = deadline - time.monotonic()
-    if left <= 0:
+    if left <= (0 if stage or settings.tiny else SECONDS_TO_BEGIN):
         raise OutOfTime(config.name)
-    say(f"{config.name}: {config.trainer.steps} steps, {left:.0f} s left in this call")
+    if not stage:
+        steps = config.trainer.steps if settings.tiny else steps_for(config, seconds, data)
+        write_stage(folder, steps=steps, seconds=0.0, done=False)
+        stage = read_stage(folder)
+    config = with_steps(config, stage["steps"], warmup_share=10)
+    began = time.monotonic()
+    left = deadline - began
+    say(f"{config.name}: {stage['steps']} steps, {left:.0f} s left in this call, {stage['seconds']:.0f} s before it")
 
     def stop_in_time(phase: str) -> None:
         # Within a step, where the trainer hears it, and saves.
         if phase == "step:logged" and time.monotonic() > deadline:
             signal.raise_signal(signal.SIGTERM)
 
+    resume = (folder / CHECKPOINTS / "latest").exists()
     try:
         train(
             config,
             runs_folder=settings.folder,
-            resume=(folder / "checkpoints" / "latest").exists(),
+            resume=resume,
+            overwrite=not resume,  # what is there without a checkpoint was cut off before its first
             quiet=settings.tiny,
             data=data,
             on_phase=stop_in_time,
         )
     except Interrupted as stopped:
+        write_stage(folder, seconds=round(stage["seconds"] + time.monotonic() - began, 1))
         if stopped.signal_number != signal.SIGTERM:  # a person's Ctrl-C
             raise
         raise OutOfTime(config.name) from None
-    (folder / "done").touch()
+    if settings.commit:
+        facts = json.loads((folder / ENVIRONMENT).read_text(encoding="utf-8"))
+        write_json(folder / ENVIRONMENT, facts | {"commit": settings.commit})
+    write_stage(folder, seconds=round(stage["seconds"] + time.monotonic() - began, 1), done=True)
     say(f"{config.name}: trained")
 
 
-# Abilities -----------------------------------------------------------------------------------------------------------
-
-
-def environments(settings: Settings) -> dict[str, Environment]:
-    pages = TINY_COUNTS.library_pages if settings.tiny else DialogueCounts().library_pages
-    library = LibraryConfig(pages=pages)
-    return {
-        "drawing": Drawing(scenes=SCENES, max_tokens=384),
-        "calculator": Calculator(),
-        "wide search, alone": WideSearch(corpus=library, main_tools=SERIAL_TOOLS),
-        "wide search, swarm": WideSearch(corpus=library),
-    }
-
-
-def measure(folder: Path, settings: Settings) -> dict[str, Any]:
-    """Mean rewards of the exported model on test tasks, greedy."""
-    device = torch.device("cpu") if settings.tiny else pick_device(settings.device)
-    opened = hub.open_folder(folder, device=device)
-    tokens = 16 if settings.tiny else 2048
-    talk = TalkConfig(max_tokens=tokens, max_turns=24, temperature=0.0, processor=opened.processor)
-    config = RolloutConfig(group_size=1, talk=talk, workers=talk, episode_seconds=300.0)
-    asked = environments(settings)
-
-    async def play() -> dict[str, Any]:
-        engine = AsyncEngine(Engine(opened.model, opened.tokenizer, EngineConfig(max_sequences=64), device=device))
-        try:
-            workers = Workers(engine=engine, tokenizer=opened.tokenizer, config=talk)
-            rollouts = Rollouts(engine, opened.tokenizer, asked, config, workers=workers)
-            jobs = [
-                Job(environment=name, task=each.task(number, "test"), sample=0, seed=settings.seed, iteration=-1)
-                for name, each in asked.items()
-                for number in range(2 if settings.tiny else settings.tasks)
-            ]
-            collected = await rollouts.collect(jobs, iteration=0)
-        finally:
-            await engine.close(drain_seconds=1.0)
-        found: dict[str, Any] = {}
-        for name in asked:
-            rewards = [each.reward for each in collected.trajectories if each.environment == name]
-            if rewards:
-                interval = bootstrap_interval(rewards)
-                found[name] = {"count": len(rewards), "reward": vars_of(interval)}
-        print(f"episodes lost: {dict(collected.failures)}" if collected.failures else "no episode was lost")
-        return found
-
-    return asyncio.run(play())
-
-
-def vars_of(interval: Any) -> dict[str, float]:
-    return {"mean": interval.mean, "low": interval.low, "high": interval.high}
-
-
-def probe_safety(folder: Path, settings: Settings) -> Mapping[str, Any]:
-    probes = load_probes()
-    probes = probes[::17] if settings.tiny else probes
-    config = SafetyConfig(max_tokens=8, turns=1) if settings.tiny else SafetyConfig(max_tokens=256)
-
-    async def ask(url: str, key: str) -> Any:
-        async with HTTPClient(base_url=f"{url}/v1", api_key_env=None, api_key=Secret(key)) as client:
-            return await run_probes(client, folder.name, probes, config)
-
-    device = "cpu" if settings.tiny else settings.device
-    with served_inside(str(folder), runs=str(settings.folder), device=device, sequences=8) as (url, key):
-        outcome = asyncio.run(ask(url, key))
-    write_reports(outcome, folder)
-    return outcome.plain()
+def steps_for(config: RunConfig, seconds: float, data: RunData) -> int:
+    """Optimizer steps that fit, at the median rate of the later half of a few."""
+    say(f"{config.name}: {MEASURED_STEPS} steps to see how long one takes")
+    few = replace(
+        config, trainer=replace(config.trainer, steps=MEASURED_STEPS, eval_every=0, checkpoint_every=0, log_every=1)
+    )
+    if few.data.vision is not None:
+        few = replace(few, data=replace(few.data, vision=replace(few.data.vision, samples=0)))
+    with tempfile.TemporaryDirectory() as folder:
+        train(few, runs_folder=folder, quiet=True, data=data)
+        lines = (Path(folder) / few.name / METRICS).read_text(encoding="utf-8").splitlines()
+    found = [record["tokens_per_s"] for record in map(json.loads, lines) if record["kind"] == "train"]
+    rate = statistics.median(found[len(found) // 2 :])
+    say(f"{config.name}: {rate:,.0f} tokens/s in steps {len(found) // 2 + 1} to {len(found)}")
+    return max(MEASURED_STEPS, int(seconds * rate / (config.trainer.global_batch_rows * config.data.seq_len)))
 
 
 # Export --------------------------------------------------------------------------------------------------------------
 
 
 def export(settings: Settings) -> dict[str, Any]:
-    source = settings.start or str(settings.folder / f"{NAME}-sft")
+    if settings.pieces is not None:
+        unpack(settings.pieces, settings.folder)
+    stages = done_stages(settings.folder)
+    source = settings.start or str(stage_folder(settings.folder, "sft"))
+    if settings.start is None and len(stages) < len(STAGES):
+        done = ", ".join(run.name for run in stages) or "nothing"
+        raise SystemExit(f"{str(settings.folder)!r} has {done} that is done, expected all stages: train the rest first")
     opened = open_model(source, runs=str(settings.folder))
+    started = next((place for place in (Path(source), settings.folder / source) if place.exists()), Path(source))
+    if started.resolve() not in [run.resolve() for run in stages]:
+        stages.append(started)
+    said = settings.folder / TEXTS
+    texts = json.loads(said.read_text(encoding="utf-8"))["texts"] if said.exists() else settings.described
+    device = "cpu" if settings.tiny else settings.device
     target = hub.choose(opened.model.config, None)
-    stages = [settings.folder / f"{NAME}-{stage}" for stage in ("pretrain", "sft")]
-    if settings.start is not None:
-        stages.append(Path(source))
-    made = settings.folder / f".{NAME}"
-    shutil.rmtree(made, ignore_errors=True)
+    making = settings.folder / ".making"
+    shutil.rmtree(making, ignore_errors=True)
+    made = making / NAME  # under its own name, which is what its reports call it
+    making.mkdir(parents=True)
     written = {
         "tokenizer": opened.tokenizer, "processor": opened.processor, "is_chat": True,
         "chat_template": opened.chat_template or hub.builtin_template(),
@@ -272,15 +291,14 @@ def export(settings: Settings) -> dict[str, Any]:
     hub.export_model(opened.model.to(torch.bfloat16), made, target=target, card="# measuring\n", **written)
     size = sum(path.stat().st_size for path in made.glob("*.safetensors"))
     if size > MOST_BYTES:
-        raise ValueError(f"the weights take {size:,} bytes, expected at most {MOST_BYTES:,}: make the model smaller")
+        raise SystemExit(f"the weights take {size:,} bytes, expected at most {MOST_BYTES:,}: make the model smaller")
     say(f"exported, {size:,} bytes of weights")
-    results = measure(made, settings)
+    tasks = 2 if settings.tiny else settings.tasks
+    results = measure(made, tasks=tasks, device=device, seed=settings.seed, tiny=settings.tiny)
     say("abilities are measured")
-    card = release_card(
-        NAME, opened.model, target, [each for each in stages if each.exists()], results, settings.described
-    )
+    card = release_card(NAME, opened.model, target, stages, results, texts, license=settings.license)
     (made / "README.md").write_text(card, encoding="utf-8")
-    safety = probe_safety(made, settings)
+    safety = probe_safety(made, device=device, tiny=settings.tiny)
     say("safety probes are answered")
     write_section(made, safety)
     released = settings.released
@@ -288,7 +306,8 @@ def export(settings: Settings) -> dict[str, Any]:
     if released.exists():
         check_writable(released)
         shutil.rmtree(released)
-    os.replace(made, released)
+    shutil.move(made, released)  # perhaps to another disk
+    shutil.rmtree(making)
     return {"folder": str(released), "bytes": size, "parameters": opened.model.num_parameters(), "results": results,
             "safety": {name: score["rate"] for name, score in safety["scores"].items()}}  # fmt: skip
 
@@ -296,19 +315,26 @@ def export(settings: Settings) -> dict[str, Any]:
 def main(settings: Settings) -> None:
     deadline = time.monotonic() + settings.seconds
     settings.folder.mkdir(parents=True, exist_ok=True)
-    try:
-        dialogues = make_data(settings)
-        say("dialogues are there")
-        train_stage(pretrain_config(settings, dialogues), settings.pretrain_seconds, settings, deadline)
-        train_stage(sft_config(settings, dialogues), settings.sft_seconds, settings, deadline)
-        if time.monotonic() > deadline and not settings.tiny:
-            raise OutOfTime("export")
-    except OutOfTime as stage:
-        say(f"time is up in {stage}; give the same command again to go on")
-        return
-    found = export(settings)
-    (settings.folder / "release.json").write_text(json.dumps(found, indent=1) + "\n")
-    print(json.dumps(found, indent=1))
+    if unbundle(settings.folder):
+        say("prepared data are laid out")
+    if settings.step == "prepare":
+        prepare(settings, make_dialogues(settings))[1].close()
+        path = bundle(settings.folder)
+        say(f"{path} {path.stat().st_size / 2**20:.1f} MiB")
+    if settings.step in ("train", "all"):
+        try:
+            train_stages(settings, deadline)
+        except OutOfTime as stage:
+            say(f"time is up in {stage}, and what was trained is saved: the same command goes on")
+            raise SystemExit(AGAIN) from None
+        say("all stages are trained")
+    if settings.pieces is not None and settings.step == "pack":
+        for path in pack(settings.folder, settings.pieces):
+            say(f"{path} {path.stat().st_size / 2**20:.1f} MiB")
+    if settings.step in ("export", "all"):
+        found = export(settings)
+        write_json(settings.folder / "release.json", found)
+        print(json.dumps(found, indent=1))
     print("done")
 
 

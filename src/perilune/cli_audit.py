@@ -1,7 +1,10 @@
 """`perilune swarm audit RUN`: is the journal of a run what was written, and what in it deserves a second look.
 
 By default a page for a person; with --json, or into the file of --out, the whole journal as JSON lines. A run of
-reinforcement learning whose episodes are swarms is audited episode by episode. Exit status:
+reinforcement learning whose episodes are swarms is audited episode by episode, and its files are verified by the
+checksum of every line, which finds damage and edits by hand; seals, which need a key, are in journals alone.
+
+Exit status:
 
     0    the journal is intact; flags may be raised
     1    it was tampered with, or there is no run
@@ -22,6 +25,8 @@ if TYPE_CHECKING:
     from perilune.swarm.audit_patterns import Patterns
 
 EXIT_FLAGGED = 3
+SHOWN_PROBLEMS = 20
+"""Of damaged episodes; --json lists all."""
 EXAMPLE = "perilune swarm audit runs/swarm/demo"
 
 
@@ -98,28 +103,38 @@ def _episode_files(name: str) -> list[Path]:
 
 
 def _audit_episodes(files: list[Path], patterns: "Patterns", failing: set[str], flags: AuditFlags) -> None:
-    from perilune.rl.trajectory import load_trajectories
+    from perilune.rl.trajectory import verified_trajectories
     from perilune.swarm.audit_episodes import Episode, summarize_episodes
     from perilune.swarm.audit_view import episodes_page
 
+    problems: list[str] = []
+
     def episodes() -> Iterator[Episode]:
         for path in files:
-            for each in load_trajectories(path):  # damaged files say so
+            found, wrong = verified_trajectories(path)
+            problems.extend(wrong)
+            for each in found:
                 if each.events:
                     yield f"{path.parent.name}/{path.stem} {each.task}/{each.sample}", each.events
 
     summary = summarize_episodes(episodes(), patterns)
-    if not summary["episodes"]:
+    if not summary["episodes"] and not problems:
         raise UserError(f"the episodes in {str(files[0].parent.parent)!r} have no agents: there is nothing to audit")
     if flags.json or flags.out is not None:
+        verification = {"files": len(files), "episodes": summary["episodes"], "intact": not problems}
         records = [
-            {"record": "verification", "files": len(files), "episodes": summary["episodes"], "intact": True},
+            {"record": "verification", **verification, "problems": problems},
             {"record": "summary", **summary},
         ]
         _write((json.dumps(record).encode() + b"\n" for record in records), flags.out)
     if not flags.json:
-        for line in episodes_page(summary, len(files)):
+        for line in episodes_page(summary, len(files), problems=len(problems)):
             print(line)
+    for problem in problems[:SHOWN_PROBLEMS]:
+        print(f"perilune: {problem}", file=sys.stderr)
+    if problems:
+        print(f"{summary['episodes']:,} episodes from {len(files)} files: {len(problems)} problems", file=sys.stderr)
+        raise SystemExit(1)
     _leave(failing, summary)
 
 

@@ -1,7 +1,7 @@
 """`python -m perilune.cli_released`: what the released model can do, in less than a minute on a CPU.
 
 A chat, a picture written as SVG, and a swarm of nano agents that answers a question about many things. `make demo` ends
-with it. Says nothing where the released model is not there.
+with it. Says nothing where the released model is not there, unless PERILUNE_NANO names a folder that is none.
 """
 
 import random
@@ -13,9 +13,10 @@ from pathlib import Path
 import tyro
 
 from perilune.chat_client import Conversation, Endpoint
+from perilune.cli import UserError
 from perilune.cli_chat import printable
-from perilune.cli_swarm_demo import AT_A_TIME, DemoFlags, library_demo
-from perilune.released import NAME, released_model
+from perilune.cli_swarm_demo import AT_A_TIME, DemoFlags, library_demo, served_name
+from perilune.released import named_in_vain, released_model
 
 QUESTIONS = (
     "Hello, who are you?",
@@ -50,11 +51,11 @@ def show(settings: Settings) -> bool:
         endpoint = Endpoint.at(url, key=key)
         for question in QUESTIONS:
             print(f"> {question}\n{printable(_answer(endpoint, question, settings.max_tokens))}")
-        page = _pictures(endpoint, settings)
+        page = _pictures(endpoint, model.resolve().name, settings)
         if settings.swarm:
             swarm = DemoFlags(out=str(_fresh(settings.out / "swarm")), quiet=True)
             try:
-                library_demo(Path(swarm.out or ""), f"{url}/v1", key, NAME, swarm)
+                library_demo(Path(swarm.out or ""), f"{url}/v1", key, served_name(url, key), swarm)
             except SystemExit:
                 print("the swarm came to no answer")
     print(f"== pictures: {page} ({time.monotonic() - began:.0f} s in all)")
@@ -67,7 +68,7 @@ def _answer(endpoint: Endpoint, question: str, max_tokens: int, pictures: tuple[
     return "".join(part.text for part in conversation.ask(question, pictures) if part.kind == "answer") or "(nothing)"
 
 
-def _pictures(endpoint: Endpoint, settings: Settings) -> Path:
+def _pictures(endpoint: Endpoint, name: str, settings: Settings) -> Path:
     """Held-out drawings, what the model writes for them, and how close that is: a page."""
     import base64
 
@@ -95,7 +96,7 @@ def _pictures(endpoint: Endpoint, settings: Settings) -> Path:
             )
         )  # fmt: skip
     text = "Held-out drawings, what the model wrote, and what that draws. 1 is perfect."
-    page = Page(title=f"{NAME}: pictures as SVG", sections=[Pictures(title="Drawings", rows=rows, text=text)])
+    page = Page(title=f"{name}: pictures as SVG", sections=[Pictures(title="Drawings", rows=rows, text=text)])
     return write_page(page, settings.out / "report.html")
 
 
@@ -121,9 +122,13 @@ def _fresh(folder: Path) -> Path:
 def main() -> None:
     settings = tyro.cli(Settings, description=__doc__)
     try:
-        show(settings)
+        shown = show(settings)
     except KeyboardInterrupt:
         sys.exit(130)
+    except UserError as error:  # packages that are missing
+        sys.exit(f"perilune: {error}")
+    if not shown and (problem := named_in_vain()):
+        sys.exit(f"perilune: {problem}")
 
 
 if __name__ == "__main__":

@@ -144,10 +144,14 @@ def serve_verb(arguments: list[str]) -> None:
 
 
 def _check_packages() -> None:
-    """All that is missing at once, and not one after the other."""
+    if missing := missing_packages():
+        raise UserError(missing)
+
+
+def missing_packages() -> str | None:
+    """Why no model can be served here: all that is missing at once, and not one after the other; None: nothing is."""
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        raise UserError(f"serving a model needs {', '.join(missing)}: pip install 'perilune[train,serve]'")
+    return f"serving a model needs {', '.join(missing)}: pip install 'perilune[train,serve]'" if missing else None
 
 
 # ---------------------------------------------------------------------------------------------------------------------

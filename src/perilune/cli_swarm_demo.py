@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from perilune.cli import UserError, _parse
-from perilune.released import released_model
+from perilune.released import named_in_vain, released_model
 
 if TYPE_CHECKING:
     from perilune.rl.environments.wide_search_demo import LibraryClient
@@ -56,17 +56,39 @@ def demo_step(arguments: list[str]) -> None:
         from perilune.cli_serve import served_inside
 
         with served_inside(str(model), runs="runs", device="cpu", sequences=AT_A_TIME) as (url, key):
-            library_demo(folder, f"{url}/v1", key, model.name, flags)
+            library_demo(folder, f"{url}/v1", key, served_name(url, key), flags)
+
+
+def served_name(url: str, key: str) -> str:
+    """What a server calls its model."""
+    from perilune.chat_client import Endpoint
+
+    return Endpoint.at(url, key=key).models()[0]["id"]
 
 
 def chosen_model(flags: DemoFlags) -> Path | None:
-    """The folder of the released model, where it is there and can be asked this; None: the scripted one."""
-    model = None if flags.scripted or flags.docs is not None else released_model()
-    if model is None or flags.task is None:
+    """The folder of the released model, where it is there, can run and can be asked this; None: the scripted one."""
+    if flags.scripted or flags.docs is not None:
+        return None
+    model = released_model()
+    if model is None:
+        _say_why_scripted(named_in_vain())
+        return None
+    from perilune.cli_serve import missing_packages
+
+    if missing := missing_packages():
+        _say_why_scripted(missing)
+        return None
+    if flags.task is None:
         return model
     from perilune.rl.environments.wide_search_questions import parse_question
 
     return model if parse_question(flags.task) is not None else None  # it knows one library and nothing else
+
+
+def _say_why_scripted(reason: str | None) -> None:
+    if reason is not None:
+        print(f"perilune: {reason}; the scripted model takes its place", file=sys.stderr)
 
 
 def _scripted(folder: Path, flags: DemoFlags) -> None:

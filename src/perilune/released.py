@@ -1,6 +1,7 @@
 """Where the released model lies: `models/perilune-nano`, in this folder or in the repository this package runs from.
 
     released_model()          its folder, or None
+    named_in_vain()           what is wrong with the folder that a person named, or None
 
 PERILUNE_NANO names another folder, or none at all when it is empty. Imports nothing: whoever asks need not have torch.
 """
@@ -24,6 +25,14 @@ def released_model() -> Path | None:
         if is_whole(folder):
             return folder
     return None
+
+
+def named_in_vain() -> str | None:
+    """Why the folder of PERILUNE_NANO is not used; None where it is, or none is named."""
+    named = os.environ.get(VARIABLE)
+    if not named or is_whole(Path(named)):
+        return None
+    return f"{VARIABLE} is {named!r}, which holds no whole model: expected config.json, tokenizer.json and weights"
 
 
 def is_whole(folder: Path) -> bool:

@@ -165,3 +165,48 @@ def test_the_other_side_is_what_was_held_out_without_reading_again(tmp_path, mon
 def test_nothing_to_learn_is_an_error_that_says_why(tmp_path, rows, message):
     with pytest.raises(DialogueError, match=message):
         rows_of(written(tmp_path, *rows))
+
+
+def test_tokens_that_were_stored_are_those_that_would_be_made(tmp_path, monkeypatch):
+    url = f"data:image/png;base64,{base64.b64encode(rasterize_png(SVG, 28, 28)).decode()}"
+    shown = talk([{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What?"}], "a list")
+    source = written(tmp_path, *(talk(f"What is {n}?", f"number {n}") for n in range(20)), shown, talk("w" * 400, "a"))
+    cache = tmp_path / "cache"
+    plain = rows_of(source, valid_fraction=0.3)
+    made = rows_of(source, valid_fraction=0.3, cache_dir=cache)
+    monkeypatch.setattr("perilune.data.chat_rows._that_fit", None)  # not asked again
+    again = rows_of(source, valid_fraction=0.3, cache_dir=cache)
+    assert plain.fingerprint == made.fingerprint == again.fingerprint
+    assert str(again.broken) == str(plain.broken) and again.broken.reasons["too long"] == 1
+    assert again.num_with_pictures == plain.num_with_pictures
+    assert again.other_side().fingerprint == plain.other_side().fingerprint
+    for ours, theirs in zip(vars(again.batch(0, 3)).items(), vars(plain.batch(0, 3)).items(), strict=True):
+        assert ours[0] == theirs[0] and np.array_equal(ours[1], theirs[1])
+
+
+@pytest.mark.parametrize("change", ["file", "length", "tokenizer", "damage"])
+def test_what_is_stored_is_made_again_when_anything_it_follows_from_changed(tmp_path, change):
+    source = written(tmp_path, *(talk(f"What is {n}?", f"number {n}") for n in range(4)))
+    cache = tmp_path / "cache"
+    before = rows_of(source, cache_dir=cache)
+    (stored,) = cache.iterdir()
+    length, tokenizer = 96, TOKENIZER
+    if change == "file":
+        written(tmp_path, talk("What is it?", "a word"))
+    elif change == "length":
+        length = 64
+    elif change == "tokenizer":
+        tokenizer = Tokenizer.train(["other words and 12 numbers " * 20], 380)
+    else:
+        stored.write_bytes(stored.read_bytes()[:-40])
+    config = ChatDataConfig(sources=(source,), valid_fraction=0.0)
+    after = ChatRows(config, tokenizer, seq_len=length, seed=0, cache_dir=cache)
+    assert after.fingerprint == ChatRows(config, tokenizer, seq_len=length, seed=0).fingerprint
+    assert (after.fingerprint == before.fingerprint) == (change == "damage")
+
+
+def test_pictures_in_files_of_their_own_are_not_stored_because_they_may_change(tmp_path):
+    (tmp_path / "a.png").write_bytes(rasterize_png(SVG, 28, 28))
+    shown = talk([{"type": "image_url", "image_url": {"url": "a.png"}}], "a list")
+    rows_of(written(tmp_path, shown), cache_dir=tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()

@@ -83,7 +83,9 @@ def test_files_and_writes_are_seen_in_the_arguments_of_any_tool():
     assert counts == {"write_outside": 1, "protected_access": 1}
 
 
-def test_the_command_reads_the_trajectories_of_a_run(tmp_path, capsys, monkeypatch):
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Of reinforcement learning, with two episodes; in the second a sub-agent spawns."""
     monkeypatch.chdir(tmp_path)
     run = tmp_path / "runs" / "parl"
     empty = Branch(
@@ -100,16 +102,49 @@ def test_the_command_reads_the_trajectories_of_a_run(tmp_path, capsys, monkeypat
     ]  # fmt: skip
     save_trajectories(run / "trajectories" / "000000.jsonl", made)
     (run / "rl.json").write_text("{}")
+    return run
+
+
+def test_the_command_reads_the_trajectories_of_a_run(run, capsys):
     main(["swarm", "audit", "parl"])
     page = capsys.readouterr().out
-    assert "episodes  2" in page and "spawn_by_subagent (1)" in page and "000000 task 1/0" in page
+    assert (
+        "episodes  intact (by checksums): 2" in page and "spawn_by_subagent (1)" in page and "000000 task 1/0" in page
+    )
     with pytest.raises(SystemExit) as end:
         main(["swarm", "audit", "parl", "--json", "--fail-on", "serious"])
     assert end.value.code == 3
-    summary = json.loads(capsys.readouterr().out.splitlines()[1])
+    verification, summary = map(json.loads, capsys.readouterr().out.splitlines())
+    assert verification == {"record": "verification", "files": 1, "episodes": 2, "intact": True, "problems": []}
     assert summary["flags"][0]["episode"].endswith("task 1/0")
-    damaged = (run / "trajectories" / "000000.jsonl").read_text().replace("task 1", "task 7", 1)
-    (run / "trajectories" / "000000.jsonl").write_text(damaged)
+
+
+def _changed_byte(content: bytes) -> bytes:
+    at = content.index(b"task 1") + 5
+    return content[:at] + b"7" + content[at + 1 :]
+
+
+@pytest.mark.parametrize(
+    ("harm", "said", "left"),
+    [
+        (_changed_byte, "line 2 is damaged", 1),
+        (lambda content: content.replace(b"task 0", b"task\xff0", 1), "line 1 is not a trajectory", 1),
+        (lambda content: b"".join(content.splitlines(keepends=True)[1:]), "lines are gone", 1),
+        (lambda content: b"".join(content.splitlines(keepends=True)[:-1]), "breaks off", 2),
+        (lambda content: content + content.splitlines(keepends=True)[0], "behind the end", 2),
+        (lambda content: b"", "breaks off", 0),
+    ],
+)
+def test_a_file_of_episodes_that_was_changed_is_not_intact_and_the_rest_is_audited(run, capsys, harm, said, left):
+    path = run / "trajectories" / "000000.jsonl"
+    path.write_bytes(harm(path.read_bytes()))
+    with pytest.raises(SystemExit) as end:
+        main(["swarm", "audit", "parl", "--json"])
+    assert end.value.code == 1
+    captured = capsys.readouterr()
+    verification, summary = map(json.loads, captured.out.splitlines())
+    assert verification["intact"] is False and verification["episodes"] == summary["episodes"] == left
+    assert said in verification["problems"][0] and said in captured.err
     with pytest.raises(SystemExit) as end:
         main(["swarm", "audit", "parl"])
-    assert end.value.code == 1
+    assert end.value.code == 1 and "NOT INTACT" in capsys.readouterr().out

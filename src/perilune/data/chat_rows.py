@@ -14,11 +14,13 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 
 from perilune.data.chat_messages import ChatError
-from perilune.data.dialogues import Broken, Dialogue, DialogueError, document_of, read_dialogues
+from perilune.data.dialogue_store import Documents, stored_documents
+from perilune.data.dialogues import Dialogue, DialogueError, document_of, read_dialogues
 from perilune.data.images import ProcessorConfig
 from perilune.data.packing import PackedBatch, permutation
 from perilune.data.tokenizer import Tokenizer
@@ -60,14 +62,32 @@ class ChatRows:
     """Rows without end, epoch after epoch; `held_out` ones come from the dialogues that are not trained on."""
 
     def __init__(
-        self, config: ChatDataConfig, tokenizer: Tokenizer, *, seq_len: int, seed: int, held_out: bool = False
+        self,
+        config: ChatDataConfig,
+        tokenizer: Tokenizer,
+        *,
+        seq_len: int,
+        seed: int,
+        held_out: bool = False,
+        cache_dir: str | Path | None = None,
     ) -> None:
+        """With `cache_dir` tokens are made once, and read from there afterwards."""
         self.config = config
         self.tokenizer = tokenizer
         self.seq_len = seq_len
         self.seed = seed
         dialogues, self.broken = read_dialogues(config.sources)
-        sides = _that_fit(dialogues, config, tokenizer, seq_len, self.broken)
+        documents = stored_documents(
+            dialogues,
+            f"{seq_len} {config.valid_fraction!r} {config.processor!r}",
+            sources=config.sources,
+            tokenizer=tokenizer,
+            cache_dir=cache_dir,
+            make=lambda: _that_fit(dialogues, config, tokenizer, seq_len),
+        )
+        for problem in documents.left_out:
+            self.broken.add(*problem)
+        sides = _sides(dialogues, documents)
         self._kept, self._others = sides[held_out], sides[not held_out]
         if not self._kept and not held_out:
             raise DialogueError(
@@ -160,30 +180,34 @@ class ChatRows:
         return document_of(kept.dialogue, self.tokenizer, self.config.processor)
 
 
-def _that_fit(
-    dialogues: Sequence[Dialogue],
-    config: ChatDataConfig,
-    tokenizer: Tokenizer,
-    seq_len: int,
-    broken: Broken,
-) -> tuple[list[_Kept], list[_Kept]]:
-    """Those that are trained on, and those held out."""
-    sides: tuple[list[_Kept], list[_Kept]] = [], []
+def _that_fit(dialogues: Sequence[Dialogue], config: ChatDataConfig, tokenizer: Tokenizer, seq_len: int) -> Documents:
+    """The tokens of those that can be trained on, and why the others cannot."""
+    found = Documents()
     for number, dialogue in enumerate(dialogues):
         where = f"dialogue {number}"
         try:
             document = document_of(dialogue, tokenizer, config.processor)
         except ChatError as error:
-            broken.add("unusable", where, str(error))
+            found.left_out.append(("unusable", where, str(error)))
             continue
         if len(document.tokens) - 1 > seq_len:
-            broken.add("too long", where, f"{len(document.tokens)} tokens, rows have {seq_len}")
+            found.left_out.append(("too long", where, f"{len(document.tokens)} tokens, rows have {seq_len}"))
         elif not document.predicted[1:].any():
-            broken.add("nothing to learn", where, "no token of it is an assistant's")
+            found.left_out.append(("nothing to learn", where, "no token of it is an assistant's"))
         else:
-            without = VisionDocument(tokens=document.tokens, predicted=document.predicted, media=())
-            kept = _Kept(dialogue=dialogue, document=without, has_pictures=bool(document.media))
-            sides[is_held_out(document, config.valid_fraction)].append(kept)
+            held_out = is_held_out(document, config.valid_fraction)
+            found.add(number, document.tokens, document.predicted, held_out=held_out)
+    return found
+
+
+def _sides(dialogues: Sequence[Dialogue], documents: Documents) -> tuple[list[_Kept], list[_Kept]]:
+    """Those that are trained on, and those held out."""
+    sides: tuple[list[_Kept], list[_Kept]] = [], []
+    for at, number in enumerate(documents.numbers):
+        without = VisionDocument(tokens=documents.tokens[at], predicted=documents.predicted[at], media=())
+        dialogue = dialogues[number]
+        kept = _Kept(dialogue=dialogue, document=without, has_pictures=dialogue.has_pictures)
+        sides[documents.held_out[at]].append(kept)
     return sides
 
 

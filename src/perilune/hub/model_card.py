@@ -73,9 +73,10 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
             yield record
 
 
-def model_card(name: str, model: Decoder, target: Target, run: RunFacts) -> str:
+def model_card(name: str, model: Decoder, target: Target, run: RunFacts, *, license: str | None = None) -> str:
+    """`license`: of the weights, as the Hub spells it; without one the card names none."""
     sections = [
-        _front(model.config, run),
+        _front(model.config, run, license),
         f"# {name}\n\n{_summary(model, run)}",
         f"## Use\n\n{_use(model.config, target, run)}",
         f"## Data\n\n{_data(run)}",
@@ -87,10 +88,11 @@ def model_card(name: str, model: Decoder, target: Target, run: RunFacts) -> str:
     return "\n\n".join(sections) + "\n"
 
 
-def _front(config: ModelConfig, run: RunFacts) -> str:
+def _front(config: ModelConfig, run: RunFacts, license: str | None) -> str:
+    named = "" if license is None else f"license: {license}\n"
     task = "text-generation" if config.vision is None else "image-text-to-text"
     tags = "- perilune\n- conversational" if run.is_chat else "- perilune"
-    return f"---\nlibrary_name: transformers\npipeline_tag: {task}\ntags:\n{tags}\n---"
+    return f"---\n{named}library_name: transformers\npipeline_tag: {task}\ntags:\n{tags}\n---"
 
 
 def _summary(model: Decoder, run: RunFacts) -> str:

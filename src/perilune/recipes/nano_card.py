@@ -3,6 +3,7 @@
 Every number is read from the runs or was measured after the export; what was not measured is named as such.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from perilune.hub.safety_section import with_section
 from perilune.hub.targets import Target
 from perilune.model import Decoder
 
+STAGE = "stage.json"
+"""In the folder of a stage: its steps, its seconds over all calls, and whether it is done."""
 DATA = """\
 All of it is text with a clear licence, or was made by Perilune itself; nothing was taken from people's conversations.
 
@@ -38,10 +41,10 @@ words may get around it, and a model of this size has little to give away. The r
 it: tools run in a sandbox, and every call is in a journal that `perilune swarm audit` reads.
 """
 RECIPE = """\
-Stages, in this order; `python benchmarks/nano_release.py` runs them all.
+Stages, in this order: `python benchmarks/nano_release.py train`, and `export` for the measurements below.
 
-| stage | steps | tokens | rows x length | learning rate | machine | commit |
-| --- | --- | --- | --- | --- | --- | --- |
+| stage | steps | tokens | rows x length | learning rate | seconds | machine | commit |
+| --- | --- | --- | --- | --- | --- | --- | --- |
 {rows}
 
 MuonClip in all stages: `src/perilune/recipes/nano_release.py`.
@@ -49,14 +52,22 @@ MuonClip in all stages: `src/perilune/recipes/nano_release.py`.
 
 
 def release_card(
-    name: str, model: Decoder, target: Target, stages: Sequence[Path], results: Mapping[str, Any], corpus: Sequence[str]
+    name: str,
+    model: Decoder,
+    target: Target,
+    stages: Sequence[Path],
+    results: Mapping[str, Any],
+    corpus: Sequence[str],
+    *,
+    license: str,
 ) -> str:
-    """README.md of the exported folder. `stages` are the folders of its runs, `corpus` what the text was."""
+    """README.md of the exported folder. `stages` are the folders of its runs, `corpus` what the text was, `license`
+    that of the weights."""
     runs = [(folder.name, RunFacts.of(folder)) for folder in stages]
     last = runs[-1][1] if runs else RunFacts()
-    card = model_card(name, model, target, RunFacts())
+    card = model_card(name, model, target, RunFacts(is_chat=True), license=license)
     card = with_section(card, "Data", DATA.format(rows="\n".join(_data_rows(runs, corpus))))
-    card = with_section(card, "Recipe", RECIPE.format(rows="\n".join(_recipe_rows(runs))))
+    card = with_section(card, "Recipe", RECIPE.format(rows="\n".join(_recipe_rows(stages, runs))))
     card = with_section(card, "Results", _results(results, runs))
     scenes = next((run.setting("data.vision.scenes") for _, run in runs if run.setting("data.vision.scenes")), {})
     sizes = ", ".join(f"{width} x {height}" for width, height in scenes.get("sizes", ())) or "?"
@@ -83,17 +94,25 @@ def _data_rows(runs: Sequence[tuple[str, RunFacts]], corpus: Sequence[str]) -> l
     return rows
 
 
-def _recipe_rows(runs: Sequence[tuple[str, RunFacts]]) -> list[str]:
+def _recipe_rows(stages: Sequence[Path], runs: Sequence[tuple[str, RunFacts]]) -> list[str]:
     rows = []
-    for name, run in runs:
+    for folder, (name, run) in zip(stages, runs, strict=True):
         train = run.last("train")
         size = f"{run.setting('trainer.global_batch_rows')} x {run.setting('data.seq_len')}"
         machine = run.environment.get("gpu") or run.environment.get("machine") or "?"
         taken = f"{train.get('step', '?')} of {run.setting('trainer.steps', '?')}"
         tokens = f"{train['tokens']:,}" if "tokens" in train else "?"
         commit = str(run.environment.get("commit") or "?")[:12]
-        rows.append(_row(name, taken, tokens, size, run.setting("optimizer.lr", "?"), machine, commit))
+        lr = run.setting("optimizer.lr", "?")
+        rows.append(_row(name, taken, tokens, size, lr, _seconds(folder), machine, commit))
     return rows
+
+
+def _seconds(folder: Path) -> str:
+    try:
+        return f"{json.loads((folder / STAGE).read_text(encoding='utf-8'))['seconds']:,.0f}"
+    except (OSError, ValueError, KeyError):
+        return "?"
 
 
 def _results(results: Mapping[str, Any], runs: Sequence[tuple[str, RunFacts]]) -> str:
@@ -105,7 +124,8 @@ def _results(results: Mapping[str, Any], runs: Sequence[tuple[str, RunFacts]]) -
     for name, numbers in results.items():
         reward = numbers["reward"]
         shown = f"{reward['mean']:.3f} ({reward['low']:.3f} to {reward['high']:.3f})"
-        lines.append(_row(f"{name}, mean reward on test tasks", shown, f"{numbers['count']} tasks"))
+        lost = f", {numbers['lost']} more were lost" if numbers.get("lost") else ""
+        lines.append(_row(f"{name}, mean reward on test tasks", shown, f"{numbers['count']} tasks{lost}"))
     text = "\n".join(lines)
     if not results:
         text += "\n\nAbilities were not measured."

@@ -4,7 +4,8 @@
     decline    wishes that are declined in one sentence, and harmless ones with the same words that are answered
     tools      a calculator, files in a folder, and results that hold a stranger's order, which is not followed
     pictures   a picture, and its SVG, a count or a caption
-    search     both roles of the swarm in the library of rl/environments/wide_search.py (wide_search_traces.py)
+    search     both roles of the swarm in the library of rl/environments/wide_search.py (wide_search_traces.py): a wide
+               question is handed out to workers, all of it at once; narrow ones and chains are worked on alone
 
 Dialogue n of a kind is a pure function of (kind, seed, n). Half of the dialogues of the first three think in one short
 sentence before they answer, so that both ways of asking are known. None of the safety probes (eval/safety) is among
@@ -28,9 +29,10 @@ from perilune.data.scenes import ScenesConfig, make_sample
 from perilune.rl.environments.calculator import CALCULATOR, evaluate
 from perilune.rl.environments.wide_search import WideSearch
 from perilune.rl.environments.wide_search_corpus import CorpusConfig as LibraryConfig
-from perilune.rl.environments.wide_search_traces import TraceConfig, traces
+from perilune.rl.environments.wide_search_questions import TaskKind
+from perilune.rl.environments.wide_search_traces import AT_ONCE, TraceConfig, traces
 
-VERSION = 1  # part of the files' names: raise it when the same number gives another dialogue
+VERSION = 2  # part of the files' names: raise it when the same number gives another dialogue
 Kind = Literal["talk", "decline", "tools", "pictures", "search"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 PARTS = 8
@@ -45,6 +47,13 @@ SCENES = ScenesConfig(
     grid=7,
 )
 """Pictures of the released model, in pre-training, fine-tuning and tests."""
+DELEGATED: Mapping[TaskKind, float] = {"wide": 0.9, "narrow": 0.0, "chain": 0.0}
+"""Of the orchestrators' dialogues, all well-formed and all at once. Experiments on serial collapse begin with a tenth,
+one item at a time: a released model is to know what they find out."""
+ALONE = 0.7
+"""Of the dialogues that do not delegate: without the tools for it. On wide questions these are most of the rest."""
+MADE_BY = ("recipes/nano_dialogues.py", "rl/environments/wide_search*.py", "data/scenes/*.py", "data/raster.py")
+"""Sources, within the package, that a dialogue is a function of."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,9 +64,6 @@ class DialogueCounts:
     pictures: int = 24_000
     orchestrators: int = 3_000
     workers: int = 9_000
-    delegated: float = 0.5
-    """Of the orchestrators' dialogues, all well-formed. Experiments on serial collapse begin with a tenth: this is the
-    start for a demonstration, not for them."""
     library_pages: int = 20_000
 
     def __post_init__(self) -> None:
@@ -71,7 +77,7 @@ def write_dialogues(
 ) -> tuple[str, ...]:
     """The files of all kinds, written once: a name says all that its content is a function of. The content does not
     depend on how many processes write it."""
-    made_of = hashlib.sha256(f"{VERSION} {counts!r} {SCENES!r} {seed}".encode()).hexdigest()[:10]
+    made_of = made_of_what(counts, seed=seed)
     place = Path(folder)
     place.mkdir(parents=True, exist_ok=True)
     wanted = [
@@ -89,6 +95,31 @@ def write_dialogues(
     return tuple(str(path) for _, _, path in wanted if path.stat().st_size)
 
 
+def made_of_what(counts: DialogueCounts, *, seed: int) -> str:
+    """A hash of all that the dialogues are a function of: settings, and the sources that make them."""
+    searches = [trace_config(part, counts, seed=seed) for part in range(PARTS)]
+    digest = hashlib.sha256(f"{VERSION} {counts!r} {SCENES!r} {searches!r} {seed}".encode())
+    package = Path(__file__).resolve().parents[1]
+    for path in sorted(path for pattern in MADE_BY for path in package.glob(pattern)):
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()[:10]
+
+
+def trace_config(part: int, counts: DialogueCounts, *, seed: int) -> TraceConfig:
+    """Of the episodes of one of the parts."""
+    return TraceConfig(
+        orchestrators=len(range(part, counts.orchestrators, PARTS)),
+        workers=len(range(part, counts.workers, PARTS)),
+        delegated_by_kind=DELEGATED,
+        well_formed=1.0,
+        widths=AT_ONCE,
+        alone=ALONE,
+        uncapped=0.0,  # too long for a row on wide questions, and the same as the others on narrow ones
+        environment=WideSearch(corpus=LibraryConfig(pages=counts.library_pages)),
+        seed=seed * PARTS + part,
+    )
+
+
 def _write_part(kind: Kind, part: int, path: Path, counts: DialogueCounts, seed: int) -> None:
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     with partial.open("w", encoding="utf-8") as file:
@@ -99,15 +130,7 @@ def _write_part(kind: Kind, part: int, path: Path, counts: DialogueCounts, seed:
 def lines(kind: Kind, part: int, counts: DialogueCounts, *, seed: int) -> Iterator[str]:
     """The dialogues of one of the parts of a kind, one a line."""
     if kind == "search":
-        config = TraceConfig(
-            orchestrators=len(range(part, counts.orchestrators, PARTS)),
-            workers=len(range(part, counts.workers, PARTS)),
-            delegated=counts.delegated,
-            well_formed=1.0,
-            environment=WideSearch(corpus=LibraryConfig(pages=counts.library_pages)),
-            seed=seed * PARTS + part,
-        )
-        for trace in traces(config):
+        for trace in traces(trace_config(part, counts, seed=seed)):
             yield trace.line
         return
     for number in range(part, getattr(counts, kind), PARTS):

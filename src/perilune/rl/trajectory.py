@@ -264,6 +264,39 @@ def load_trajectories(path: str | Path) -> list[Trajectory]:
     raise TrajectoryError(f"{path} breaks off after {len(found)} trajectories: it was not written to its end")
 
 
+def verified_trajectories(path: str | Path) -> tuple[list[Trajectory], list[str]]:
+    """The trajectories whose checksums hold, and all that is wrong with the file: damaged lines, lines that are gone,
+    lines behind its end. For whoever looks into a file that somebody may have changed."""
+    found: list[Trajectory] = []
+    problems: list[str] = []
+    damaged, said = 0, None
+    with Path(path).open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            place = f"{path}, line {number}"
+            if said is not None:
+                problems.append(f"{place} stands behind the end of the file")
+                break
+            try:
+                plain = _checked(line.decode(), place)
+                if "end" in plain:
+                    said = plain["end"]
+                else:
+                    found.append(_from_plain(plain))
+            except TrajectoryError as error:
+                problems.append(str(error))
+                damaged += 1
+            except (KeyError, TypeError, ValueError) as error:  # bytes that are no text among them
+                problems.append(f"{place} is not a trajectory: {error}")
+                damaged += 1
+    if said is None:
+        problems.append(f"{path} breaks off after {len(found)} trajectories: it was not written to its end")
+    elif said != len(found) + damaged:
+        problems.append(
+            f"{path} holds {len(found) + damaged} trajectories but says {said}: lines are gone or were added"
+        )
+    return found, problems
+
+
 def _plain(trajectory: Trajectory) -> dict[str, Any]:
     names = ("environment", "task", "task_data", "weights", "sample", "seed", "iteration", "facets", "reward", "finish")
     plain: dict[str, Any] = {name: getattr(trajectory, name) for name in names}

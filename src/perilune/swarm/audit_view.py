@@ -44,9 +44,10 @@ def page(source: Source, report: Report, summary: dict[str, Any]) -> Iterator[st
     yield from map(_shown, _flags(summary))
 
 
-def episodes_page(summary: dict[str, Any], files: int) -> Iterator[str]:
-    """The same for episodes of reinforcement learning."""
-    yield f"episodes  {summary['episodes']:,} with {summary['events']:,} events, from {files} files"
+def episodes_page(summary: dict[str, Any], files: int, *, problems: int = 0) -> Iterator[str]:
+    """The same for episodes of reinforcement learning; `problems` of their files."""
+    state = f"NOT INTACT, {problems} problems" if problems else "intact (by checksums)"
+    yield f"episodes  {state}: {summary['episodes']:,} with {summary['events']:,} events, from {files} files"
     yield from map(_shown, _flags(summary))
 
 

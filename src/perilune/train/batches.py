@@ -154,7 +154,7 @@ def _open_chat(config: DataConfig, chat: ChatDataConfig, *, seed: int) -> RunDat
     if not chat.sources:
         raise ValueError("data.chat.sources is empty: name files of dialogues (--data FILE...), or a --recipe")
     tokenizer = _named_tokenizer(config, config.tokenizer)
-    train = ChatRows(chat, tokenizer, seq_len=config.seq_len, seed=seed)
+    train = ChatRows(chat, tokenizer, seq_len=config.seq_len, seed=seed, cache_dir=config.cache_dir)
     valid = train.other_side()  # tokens of all dialogues take a while: once is enough
     return RunData(
         corpus=CorpusSummary(

@@ -98,6 +98,14 @@ def test_delegation_is_as_frequent_in_every_kind_of_task():
     assert [found[kind, True] for kind in ("wide", "narrow", "chain")] == [10, 5, 5]
 
 
+def test_shares_of_a_kind_take_the_place_of_the_common_one():
+    config = replace(CONFIG, orchestrators=80, workers=0, delegated=0.4, delegated_by_kind={"wide": 0.9, "chain": 0.0})
+    found = Counter((trace.kind, trace.source in ("delegated", "clumsy")) for trace in traces(config))
+    assert [found[kind, True] for kind in ("wide", "narrow", "chain")] == [36, 8, 0]
+    with pytest.raises(ValueError, match="delegated_by_kind"):
+        replace(CONFIG, delegated_by_kind={"broad": 0.5})
+
+
 def test_what_a_worker_does_not_find_is_looked_for_by_the_orchestrator():
     at_once = {"delegated": 1.0, "well_formed": 1.0, "widths": AT_ONCE}
     config = replace(CONFIG, orchestrators=24, workers=0, lost=0.3, **at_once)

@@ -7,7 +7,8 @@ One model learns both roles. As an orchestrator it mostly works alone; a tenth o
 do it badly, and most of the others hand out one item at a time, which is well-formed, finishes, and is slower than to
 work alone: spawning begins rare and narrow, and whether, when and how wide is left to be learnt. Where every good
 delegation hands out all items at once, the outcome alone teaches it, and nothing collapses
-(benchmarks/parl_simulated.py). Delegation is as frequent on narrow questions and chains as on wide ones.
+(benchmarks/parl_simulated.py). Delegation is as frequent on narrow questions and chains as on wide ones, unless
+`delegated_by_kind` says otherwise.
 
 As a worker it looks up one thing or two, in one hop or more, past old pages and pages of the wrong kind, with slips it
 recovers from; a task that asks for nothing, or for too much, gets a short reply at once.
@@ -61,6 +62,8 @@ class TraceConfig:
     workers: int = 4000
     delegated: float = 0.1
     """Of the orchestrator's dialogues."""
+    delegated_by_kind: Mapping[TaskKind, float] = field(default_factory=dict)
+    """Other shares for some kinds of question: for a model that is to know already when delegation pays."""
     well_formed: float = 0.6
     """Of the delegations; the control arm has 1. The experiment of record has at least half."""
     widths: Mapping[int | None, float] = field(default_factory=lambda: WIDTHS)
@@ -98,6 +101,12 @@ class TraceConfig:
         ):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"traces.{name} is {getattr(self, name)!r}, expected a share between 0 and 1")
+        for kind, share in self.delegated_by_kind.items():
+            if kind not in self.environment.kinds or not 0 <= share <= 1:
+                raise ValueError(
+                    f"traces.delegated_by_kind has {kind!r}: {share!r}, expected shares between 0 and 1 of "
+                    f"{', '.join(dict.fromkeys(self.environment.kinds))}"
+                )
         if abs(sum(self.widths.values()) - 1) > 1e-9 or min(self.widths.values()) < 0:
             raise ValueError(f"traces.widths is {dict(self.widths)!r}, expected shares that add up to 1")
         if self.alone + self.uncapped > 1:
@@ -139,8 +148,8 @@ def traces(config: TraceConfig) -> Iterator[Trace]:
 def orchestrator_traces(config: TraceConfig) -> Iterator[Trace]:
     drawn = np.random.default_rng([config.seed, 12])
     kinds = [config.environment.kinds[number % len(config.environment.kinds)] for number in range(config.orchestrators)]
-    # Within each kind of task, so that delegation says nothing about the kind.
-    manners = {kind: iter(_manners(config, kinds.count(kind), drawn)) for kind in dict.fromkeys(kinds)}
+    # Within each kind of task: where shares are equal, delegation says nothing about the kind.
+    manners = {kind: iter(_manners(config, kind, kinds.count(kind), drawn)) for kind in dict.fromkeys(kinds)}
     for number, kind in enumerate(kinds):
         source, policy = next(manners[kind])
         environment = config.environment
@@ -158,8 +167,8 @@ def _task_number(config: TraceConfig, number: int) -> int:
     return number + config.seed * NUMBERS_OF_A_SEED * len(config.environment.kinds)
 
 
-def _manners(config: TraceConfig, count: int, drawn: np.random.Generator) -> list[tuple[str, Policy]]:
-    delegated = round(count * config.delegated)
+def _manners(config: TraceConfig, kind: TaskKind, count: int, drawn: np.random.Generator) -> list[tuple[str, Policy]]:
+    delegated = round(count * config.delegated_by_kind.get(kind, config.delegated))
     good = -int(-delegated * config.well_formed // 1)  # rounded up: a share that is promised is kept
     alone, uncapped = (round((count - delegated) * share) for share in (config.alone, config.uncapped))
     ways = [("clumsy", clumsy(CLUMSY[number % len(CLUMSY)])) for number in range(delegated - good)]
