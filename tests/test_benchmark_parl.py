@@ -1,7 +1,6 @@
 """benchmarks/parl.py in miniature: every piece runs, and goes on where it was."""
 
 import json
-import re
 import shlex
 import signal
 import subprocess
@@ -10,7 +9,7 @@ import time
 import tomllib
 from collections import Counter
 from dataclasses import replace
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -291,7 +290,7 @@ def _is_a_run_that_others_read(script, made, capsys) -> None:
     assert read_config(folder / "rl.json") == script.run_config(made)
     assert replay_folder(folder)["equal"] == 20
     audit_step([str(folder)])
-    assert "episodes  20 with" in capsys.readouterr().out
+    assert "intact (by checksums): 20 with" in capsys.readouterr().out
     page, episodes = (made.results.parent / f"parl-joint-full-0.{kind}" for kind in ("html", "jsonl"))
     assert "Episodes as timelines" in page.read_text() and page.stat().st_size + episodes.stat().st_size < 2e6
     kept = load_trajectories(episodes)
@@ -362,14 +361,17 @@ def test_a_model_that_is_whole_is_packed_though_the_next_one_is_not(monkeypatch,
 
 
 def test_every_command_of_the_queue_has_options_that_exist(monkeypatch):
-    scripts = {name: load_script(monkeypatch, name).Settings for name in ("parl", "parl_models")}
-    seen = []
+    seen, names = [], set()
     for entry in tomllib.loads((FOLDER / "queue.toml").read_text())["experiment"]:
-        for command in re.split(r"&&|;", entry["command"]):
-            words = shlex.split(command)
-            name = Path(words[1]).stem if words[:1] == ["python"] else ""
-            if name in scripts:
-                seen.append(tyro.cli(scripts[name], args=words[2:]))
+        lexer = shlex.shlex(entry["command"], posix=True, punctuation_chars=True)
+        parts = [list(words) for is_end, words in groupby(lexer, lambda word: set(word) <= {"&", ";"}) if not is_end]
+        for words in (part for part in parts if part[0] == "python"):
+            script = load_script(monkeypatch, Path(words[1]).stem)
+            names.add(script.__name__)
+            if hasattr(script, "Settings"):
+                seen.append(tyro.cli(script.Settings, args=words[2:]))
+    assert {"parl", "parl_models", "probes", "vision", "rl_base", "rl_experiments", "nano_release"} <= names
+    seen = [each for each in seen if hasattr(each, "recipe")]
     arms = {(each.arm, each.recipe, each.seed) for each in seen if getattr(each, "step", "") == "arm"}
     assert {(arm, "full", seed) for arm in ("full", "outcome", "serial") for seed in range(3)} <= arms
     assert {("serial", "plain", 0), ("full", "plain", 0), ("no-finish", "full", 0), ("blog", "full", 0)} <= arms
