@@ -1,6 +1,7 @@
 """Hostile HTML and CSS: every case is refused by name; what passes can load nothing, even where the guard were open."""
 
 import http.server
+import os
 import re
 import threading
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from perilune.data.hostile import HostileInput, RendererMissing
+from perilune.data.hostile import HostileInput, RendererMissing, RenderFailed
 from perilune.data.html_guard import clean_html
 from perilune.data.pictures import HTML_PROGRAM, draw_html, html_worker
 from perilune.data.raster import decode_png, encode_png
@@ -172,7 +173,7 @@ def _only_what_is_allowed(source: str | bytes) -> None:
 
 
 def test_missing_chromium_is_one_clear_error(tmp_path: Path) -> None:
-    with RenderWorker(program=HTML_PROGRAM, environment={"PATH": str(tmp_path)}) as worker:
+    with RenderWorker(program=HTML_PROGRAM, arguments=("10",), environment={"PATH": str(tmp_path)}) as worker:
         with pytest.raises(RendererMissing, match="needs"):
             worker.render({"html": "", "width": 9, "height": 9})
 
@@ -186,6 +187,52 @@ def test_page_is_drawn_in_the_size_of_the_task() -> None:
     expected = np.full((40, 60, 3), 255, dtype=np.uint8)
     expected[:10, :20] = (255, 0, 0)
     assert np.array_equal(pixels, expected)
+
+
+# Borders of a million dots each, which the browser lays one by one: about 20 s.
+SLOW_PAGE = (
+    "<style>div{position:absolute;left:-4000px;border:1px dotted red;outline:1px dotted blue;border-radius:37%;"
+    "width:4096%;height:4096%;padding:4096%}</style>" + "<div></div>" * 990
+)
+GREEN_PAGE = '<div style="position:absolute;left:0;top:0;width:60px;height:40px;background:green"></div>'
+
+
+@pytest.mark.needs_tool("chromium")
+def test_slow_page_is_refused_and_the_next_is_drawn_right_by_another_browser() -> None:
+    green = draw_html(GREEN_PAGE, 60, 40)
+    assert (green == (0, 128, 0)).all()
+    starts = html_worker().num_starts
+    with pytest.raises(RenderFailed, match="more than 1 s to draw"):
+        draw_html(SLOW_PAGE, 112, 112)
+    assert np.array_equal(draw_html(GREEN_PAGE, 60, 40), green)
+    assert html_worker().num_starts == starts + 1
+
+
+@pytest.mark.needs_tool("chromium")
+def test_page_that_takes_more_memory_than_it_may_is_refused() -> None:
+    clean = clean_html(SLOW_PAGE, width=112, height=112).source
+    environment = {"PATH": os.environ["PATH"]}
+    with RenderWorker(
+        program=HTML_PROGRAM,
+        memory_bytes=1,
+        render_seconds=30,
+        arguments=("60",),
+        environment=environment,
+        wall_seconds=60,
+        own_folder=True,
+    ) as worker:
+        with pytest.raises(RenderFailed, match="more than 1 bytes"):
+            worker.render({"html": clean, "width": 112, "height": 112})
+
+
+@pytest.mark.needs_tool("chromium")
+def test_browser_leaves_no_files_behind() -> None:
+    environment = {"PATH": os.environ["PATH"]}
+    with RenderWorker(program=HTML_PROGRAM, arguments=("10",), environment=environment, own_folder=True) as worker:
+        worker.render({"html": GREEN_PAGE, "width": 60, "height": 40})
+        folder = Path(worker.folder or "")
+        assert any(folder.iterdir())
+    assert not folder.exists()
 
 
 @pytest.mark.needs_tool("chromium")

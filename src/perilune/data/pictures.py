@@ -15,12 +15,12 @@ import numpy as np
 from perilune.data.hostile import PictureError, RenderFailed
 from perilune.data.html_guard import clean_html
 from perilune.data.raster import RasterError, decode_png, png_size
-from perilune.data.render_worker import RenderWorker
+from perilune.data.render_worker import WALL_SECONDS, RenderWorker
 from perilune.data.svg_guard import CleanSvg, clean_svg
 
 HTML_PROGRAM = Path(__file__).with_name("html_process.py")
-HTML_SECONDS = 10.0
-"""Time on the clock for one page: a browser is many processes, whose processor time nobody adds up."""
+ANSWER_SECONDS = 5.0
+"""What the process of the browser has beyond its own limits to say that one was passed."""
 
 
 def draw_svg(source: str | bytes, width: int, height: int) -> np.ndarray:
@@ -63,9 +63,10 @@ def html_worker() -> RenderWorker:
     """The one browser of this process. RendererMissing says what to install where there is none."""
     worker = RenderWorker(
         program=HTML_PROGRAM,
-        render_seconds=HTML_SECONDS,
-        wall_seconds=2 * HTML_SECONDS,
+        wall_seconds=WALL_SECONDS + ANSWER_SECONDS,
+        arguments=(str(WALL_SECONDS),),
         environment={"PATH": os.environ.get("PATH", "/usr/bin:/bin"), "LANG": "C.UTF-8"},
+        own_folder=True,
     )
     atexit.register(worker.close)
     return worker
