@@ -3,7 +3,7 @@
 Epoch e is a permutation of the dialogues, decided by (seed, e) alone. They are laid into rows one after another; one
 that does not fit the rest of a row begins the next, and what is left of a row is padding, a run of its own without a
 target. Documents never touch: each is a run for attention, states and positions. A dialogue longer than a row, or one
-whose pictures cannot be read, is left out and counted.
+whose pictures or videos cannot be read, is left out and counted by its reason.
 
     rows = ChatRows(ChatDataConfig(sources=("chats.jsonl",)), tokenizer, seq_len=1024, seed=0)
     batch = rows.batch(first_row=0, count=4)
@@ -18,7 +18,14 @@ from functools import lru_cache
 import numpy as np
 
 from perilune.data.chat_messages import ChatError
-from perilune.data.dialogues import Broken, Dialogue, DialogueError, document_of, read_dialogues
+from perilune.data.dialogues import (
+    Broken,
+    Dialogue,
+    DialogueError,
+    UnusableMedia,
+    document_of,
+    read_dialogues,
+)
 from perilune.data.images import ProcessorConfig
 from perilune.data.packing import PackedBatch, permutation
 from perilune.data.tokenizer import Tokenizer
@@ -173,6 +180,9 @@ def _that_fit(
         where = f"dialogue {number}"
         try:
             document = document_of(dialogue, tokenizer, config.processor)
+        except UnusableMedia as error:
+            broken.add(f"unusable: {error.reason}", where, str(error))
+            continue
         except ChatError as error:
             broken.add("unusable", where, str(error))
             continue
