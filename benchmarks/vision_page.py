@@ -18,8 +18,8 @@ from PIL import Image, ImageDraw
 
 from perilune.data import Tokenizer, VisionRows
 from perilune.data.hostile import PictureError
-from perilune.data.picture_scores import frames_of, score_source
-from perilune.data.pictures import draw_html, draw_svg
+from perilune.data.picture_scores import score_source
+from perilune.data.pictures import draw_html, draw_svg, frames_of
 from perilune.data.raster import encode_png, rasterize
 from perilune.data.scenes import Sample
 from perilune.data.scenes.svg import DialectError
@@ -79,7 +79,7 @@ def pair(text: str, asked: Exercise) -> Pair:
 def _drawn(text: str, sample: Sample) -> list[np.ndarray]:
     if sample.html:
         return [draw_html(text, *sample.size)]
-    sources = _chosen(frames_of(text)) if sample.frames else [text]
+    sources = _chosen(frames_of(text, *sample.size)) if sample.frames else [text]
     return [draw_svg(source, *sample.size) for source in sources]
 
 

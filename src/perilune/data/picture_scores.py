@@ -22,9 +22,8 @@ import numpy as np
 
 from perilune.data.hostile import PictureError
 from perilune.data.matching import box_iou, soft_f1
-from perilune.data.pictures import draw_clean_svg, draw_html
+from perilune.data.pictures import draw_clean_svg, draw_html, frames_of
 from perilune.data.raster import rasterize
-from perilune.data.scenes.animations import frames, parse_animation
 from perilune.data.scenes.shapes import COLOURS, Shape, box, mask
 from perilune.data.scenes.svg import DialectError, parse_svg
 from perilune.data.svg_guard import clean_svg
@@ -108,8 +107,7 @@ def score_animation(prediction: str, sample: Any) -> list[PictureScore]:
     """One score per true frame of an animated source; a source that is refused scores nothing on any of them."""
     width, height = sample.size
     try:
-        clean_svg(prediction, width=width, height=height)
-        predicted = frames_of(prediction)
+        predicted = frames_of(prediction, width, height)
     except (PictureError, DialectError) as error:
         return [PictureScore(parses=False, problem=str(error)) for _ in sample.frames]
     return score_frames(predicted, sample.frames, sample.size)
@@ -126,11 +124,6 @@ def score_source(prediction: str, sample: Any) -> PictureScore:
     pixel = sum(score.pixel for score in scores) / len(scores)
     parses = any(score.parses for score in scores)
     return PictureScore(parses=parses, pixel=pixel, reward=pixel, problem=scores[0].problem)
-
-
-def frames_of(source: str) -> tuple[str, ...]:
-    """The still SVG of every frame of an animation of the scenes' dialect, or DialectError."""
-    return frames(parse_animation(source))
 
 
 def score_frames(predicted: Sequence[str], true: Sequence[str], size: tuple[int, int]) -> list[PictureScore]:
