@@ -20,10 +20,10 @@ from perilune.data import Tokenizer, VisionRows
 from perilune.data.hostile import PictureError
 from perilune.data.picture_scores import score_source
 from perilune.data.pictures import draw_html, draw_svg, frames_of
-from perilune.data.raster import encode_png, rasterize
+from perilune.data.raster import decode_png, encode_png, rasterize
 from perilune.data.scenes import Sample
 from perilune.data.scenes.svg import DialectError
-from perilune.data.vision_documents import Exercise
+from perilune.data.vision_documents import Exercise, still_png
 from perilune.report.page import write_page
 from perilune.report.pictures import picture_row, pictures_page
 from perilune.train import RunConfig
@@ -67,8 +67,8 @@ def pairs_of(answers: Path, count: int) -> list[Pair]:
 
 def pair(text: str, asked: Exercise) -> Pair:
     sample = asked.sample
-    stills = _chosen(sample.frames) if sample.frames else [sample.svg]
-    shown = [rasterize(still, *sample.size) for still in stills]
+    shown = [rasterize(still, *sample.size) for still in _chosen(sample.frames)] if sample.frames else []
+    shown = shown or [decode_png(still_png(sample))]
     try:
         drawn, problem = _drawn(text, sample), ""
     except (PictureError, DialectError) as error:

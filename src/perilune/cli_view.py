@@ -157,8 +157,9 @@ def _drawing(drawing: "Drawing") -> tuple[Any, str]:
 
 def _images(sample: Any) -> list[bytes]:
     from perilune.data.raster import rasterize_png
+    from perilune.data.vision_documents import still_png
 
-    return [rasterize_png(source, *sample.size) for source in (sample.frames or (sample.svg,))]
+    return [rasterize_png(source, *sample.size) for source in sample.frames] or [still_png(sample)]
 
 
 def _text_section(model: "Decoder", tokenizer: "Tokenizer", config: "RunConfig", seed: int) -> list["Section"]:

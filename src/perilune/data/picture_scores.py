@@ -23,7 +23,7 @@ import numpy as np
 from perilune.data.hostile import PictureError
 from perilune.data.matching import box_iou, soft_f1
 from perilune.data.pictures import draw_clean_svg, draw_html, frames_of
-from perilune.data.raster import rasterize
+from perilune.data.raster import decode_png, rasterize
 from perilune.data.scenes.shapes import COLOURS, Shape, box, mask
 from perilune.data.scenes.svg import DialectError, parse_svg
 from perilune.data.svg_guard import clean_svg
@@ -92,10 +92,13 @@ def score_svg(prediction: str, sample: PictureSample) -> PictureScore:
 
 
 def score_html(prediction: str, sample: Any) -> PictureScore:
-    """Pixels alone: a page has no list of shapes. Chromium draws the prediction, and the true page unless it is known
-    as SVG."""
+    """Pixels alone: a page has no list of shapes. Chromium draws the prediction, and the true page unless its picture
+    came with it or it is known as SVG."""
     width, height = sample.size
-    target = rasterize(sample.svg, width, height) if sample.svg else draw_html(sample.html, width, height)
+    if sample.png:
+        target = decode_png(sample.png)
+    else:
+        target = rasterize(sample.svg, width, height) if sample.svg else draw_html(sample.html, width, height)
     try:
         pixel = pixel_similarity(draw_html(prediction, width, height), target)
     except PictureError as error:

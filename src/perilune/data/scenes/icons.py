@@ -26,13 +26,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from perilune.data.generated import SplitMix
 from perilune.data.scenes.icon_parts import WAYS, in_order, mixed, turned
 from perilune.data.scenes.paths import PathError, Segment, flatten, parse_path, write_path
+from perilune.data.scenes.record_files import read_lines
 from perilune.data.scenes.sample import Draft, Question, Sample, ScenesConfig, ScenesError
 from perilune.data.scenes.shapes import Shape, luma
 from perilune.data.scenes.svg import Picture, write_svg
@@ -43,7 +43,6 @@ MAX_LUMA = 175  # yellow and cyan lines are hard to see on white
 # rather than too little: of a fork of a set, icons that were redrawn a little go too.
 NEAR = 0.97
 MAX_BYTES = 64 * 1024  # of one icon; the longest of the known sets has 5,236
-MAX_FILE_BYTES = 1 << 28  # of a .jsonl file, unpacked
 MAX_SPAN = 4096.0
 # In sides of the icon's square: points of known sets lie within 1.5 of it; the radii of arcs that are nearly straight
 # reach 372.
@@ -141,7 +140,7 @@ def read_icons(place: str, skipped: Counter[str] | None = None) -> Iterator[dict
         return
     if not path.is_file():
         raise ScenesError(f"icons is {place!r}: expected a folder of .svg files or a .jsonl(.zst) file")
-    for number, line in enumerate(_text(path).splitlines(), 1):
+    for number, line in enumerate(read_lines(path, "icons"), 1):
         try:
             record = json.loads(line)
             yield {key: str(record[key]) for key in ("source", "licence", "name", "style", "svg")}
@@ -163,31 +162,6 @@ def _read_svg(file: Path) -> str:
         raise _Unfit("too many bytes" if error.reason == "too many bytes" else "unreadable file") from None
     except UnicodeDecodeError:
         raise _Unfit("not UTF-8") from None
-
-
-def _text(path: Path) -> str:
-    try:
-        with path.open("rb") as file:
-            content = (_zstandard(path).stream_reader(file) if path.suffix == ".zst" else file).read(MAX_FILE_BYTES + 1)
-        if len(content) > MAX_FILE_BYTES:
-            raise ScenesError(f"icons is {str(path)!r}: it holds more than {MAX_FILE_BYTES:,} bytes of text")
-        return content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ScenesError(f"icons is {str(path)!r}: not UTF-8 at byte {error.start}") from None
-    except ScenesError:
-        raise
-    except Exception as error:  # zstandard has an error of its own, which is not there to be named without it
-        raise ScenesError(f"icons is {str(path)!r}: it cannot be read: {error}") from None
-
-
-def _zstandard(path: Path) -> Any:
-    try:
-        import zstandard
-    except ImportError:
-        raise ScenesError(
-            f"icons is {str(path)!r}: reading .zst needs zstandard: pip install 'perilune[train]'"
-        ) from None
-    return zstandard.ZstdDecompressor()
 
 
 def normalise(record: dict[str, str]) -> Icon:
