@@ -18,12 +18,12 @@ from PIL import Image, ImageDraw
 
 from perilune.data import Tokenizer, VisionRows
 from perilune.data.hostile import PictureError
-from perilune.data.picture_scores import frames_of, score_source
-from perilune.data.pictures import draw_html, draw_svg
-from perilune.data.raster import encode_png, rasterize
+from perilune.data.picture_scores import score_source
+from perilune.data.pictures import draw_html, draw_svg, frames_of
+from perilune.data.raster import decode_png, encode_png, rasterize
 from perilune.data.scenes import Sample
 from perilune.data.scenes.svg import DialectError
-from perilune.data.vision_documents import Exercise
+from perilune.data.vision_documents import Exercise, still_png
 from perilune.report.page import write_page
 from perilune.report.pictures import picture_row, pictures_page
 from perilune.train import RunConfig
@@ -67,8 +67,8 @@ def pairs_of(answers: Path, count: int) -> list[Pair]:
 
 def pair(text: str, asked: Exercise) -> Pair:
     sample = asked.sample
-    stills = _chosen(sample.frames) if sample.frames else [sample.svg]
-    shown = [rasterize(still, *sample.size) for still in stills]
+    shown = [rasterize(still, *sample.size) for still in _chosen(sample.frames)] if sample.frames else []
+    shown = shown or [decode_png(still_png(sample))]
     try:
         drawn, problem = _drawn(text, sample), ""
     except (PictureError, DialectError) as error:
@@ -79,7 +79,7 @@ def pair(text: str, asked: Exercise) -> Pair:
 def _drawn(text: str, sample: Sample) -> list[np.ndarray]:
     if sample.html:
         return [draw_html(text, *sample.size)]
-    sources = _chosen(frames_of(text)) if sample.frames else [text]
+    sources = _chosen(frames_of(text, *sample.size)) if sample.frames else [text]
     return [draw_svg(source, *sample.size) for source in sources]
 
 

@@ -1,15 +1,21 @@
 """The command line with pictures: look at one, write its source, a page of samples, and what can go wrong."""
 
+import base64
 import json
+import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from perilune.cli import main
-from perilune.data.raster import rasterize_png
+from perilune.cli_view import _drawing
+from perilune.data.hostile import RendererMissing
+from perilune.data.raster import decode_png, rasterize, rasterize_png
 from perilune.data.scenes import header
 
 TINY = [
@@ -24,6 +30,12 @@ WORDS = [
     "--trainer.eval-rows", "1", "--trainer.global-batch-rows", "1",
 ]  # fmt: skip
 DRAWING = header(56, 56) + '<circle cx="20" cy="20" r="10" fill="red"/></svg>'
+# The guard lets it pass; dashes of a tenth of a pixel on a line of sixty thousand take the renderer seconds.
+SLOW_CIRCLE = (
+    '<circle cx="5" cy="5" r="9999" fill="none" stroke="red" stroke-width="999" stroke-linecap="round" '
+    'stroke-dasharray="0.1"/>'
+)
+SLOW_DRAWING = header(56, 56) + SLOW_CIRCLE * 400 + "</svg>"
 
 
 @pytest.fixture(scope="module")
@@ -93,13 +105,56 @@ def test_a_source_that_passes_the_guard_is_written(
     main(["generate", "nano", "--image", "ball.png", "--to", to])
     assert capsys.readouterr().out == f"{name}: 1 tokens\n"
     content = (inside / name).read_text()
-    assert "<circle" in content and content.startswith("<!doctype" if to == "html" else "<svg")
+    if to == "html":
+        assert content.startswith("<!doctype")
+        (picture,) = re.findall(r'<img src="data:image/png;base64,([^"]+)"', content)
+        pixels = decode_png(base64.b64decode(picture))
+        assert np.array_equal(pixels, rasterize(DRAWING, 56, 56))
+        assert "&lt;circle" in content and "<svg" not in content and "<circle" not in content
+    else:
+        assert "<circle" in content and content.startswith("<svg")
+
+
+def test_the_page_of_a_video_shows_its_first_frames_and_no_live_source(
+    inside: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moving = DRAWING.replace("/></svg>", '><animate attributeName="cx" to="30" dur="60s"/></circle></svg>')
+    monkeypatch.setattr("perilune.cli_generate._stream", lambda *_: iter([(1, moving)]))
+    main(["generate", "nano", "--video", "frames", "--to", "moving.html"])
+    content = (inside / "moving.html").read_text()
+    assert content.count("data:image/png") == 16 and "&lt;animate" in content and "<animate" not in content
+
+
+@pytest.mark.needs_tool("chromium")
+def test_the_page_of_a_page_shows_its_picture_and_its_source_as_text(
+    inside: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("perilune.cli_generate._stream", lambda *_: iter([(1, "<div>fish &amp; chips</div>")]))
+    main(["generate", "nano", "--image", "ball.png", "--to", "page.html"])
+    content = (inside / "page.html").read_text()
+    assert content.count("data:image/png") == 1
+    assert "&lt;div&gt;fish &amp;amp; chips&lt;/div&gt;" in content and "<div" not in content
+
+
+def test_a_page_that_no_browser_can_draw_is_shown_as_text_with_the_reason(
+    inside: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(*_: object) -> None:
+        raise RendererMissing("drawing HTML needs the program chromium")
+
+    monkeypatch.setattr("perilune.data.pictures.draw_html", missing)
+    monkeypatch.setattr("perilune.cli_generate._stream", lambda *_: iter([(1, "<div>fish</div>")]))
+    main(["generate", "nano", "--image", "ball.png", "--to", "undrawn.html"])
+    content = (inside / "undrawn.html").read_text()
+    assert "needs the program chromium" in content and "&lt;div&gt;" in content and "<div" not in content
+    assert "needs the program chromium" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text,reason", [
     (DRAWING.replace("<circle", "<script>alert(1)</script><circle"), "script"),
     ("nothing like a picture", "no SVG"),
     (DRAWING[:-6], "not written"),
+    (SLOW_DRAWING, "not written to 'bad.svg': the picture takes more than 1 s to draw"),
 ])  # fmt: skip
 def test_a_source_that_does_not_is_not_written(
     inside: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, text: str, reason: str
@@ -107,6 +162,14 @@ def test_a_source_that_does_not_is_not_written(
     monkeypatch.setattr("perilune.cli_generate._stream", lambda *_: iter([(1, text)]))
     assert reason in fails(capsys, "generate", "nano", "--image", "ball.png", "--to", "bad.svg")
     assert not list(inside.glob("*bad.svg*"))
+
+
+def test_a_page_of_a_source_that_takes_too_long_is_not_written(
+    inside: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("perilune.cli_generate._stream", lambda *_: iter([(1, SLOW_DRAWING)]))
+    error = fails(capsys, "generate", "nano", "--image", "ball.png", "--to", "bad.html")
+    assert "more than 1 s to draw" in error and not list(inside.glob("*bad.html*"))
 
 
 def test_a_file_that_nobody_named_is_never_replaced(
@@ -139,6 +202,7 @@ def test_a_picture_of_another_size_is_looked_at_with_a_warning(
     (["nano", "--image", "broken.png"], "broken.png"),
     (["nano", "--image", "runs/nano/config.json"], "config.json"),
     (["nano", "--video", "out-of-sight"], "out-of-sight"),
+    (["nano", "--video", ""], "--video is ''"),
     (["nano", "--to", "svg"], "--image or --video"),
     (["nano", "--image", "ball.png", "--to", "pdf"], "--to is 'pdf'"),
     (["nano", "--image", "ball.png", "--video", "frames"], "one of them"),
@@ -161,6 +225,18 @@ def test_view_writes_a_page_of_pictures_and_texts(inside: Path, capsys: pytest.C
     capsys.readouterr()
     assert "--count is 0" in fails(capsys, "view", "nano", "--count", "0")
     assert "is a folder" in fails(capsys, "view", "nano", "--out", "frames")
+
+
+def test_view_guards_a_video_before_it_is_parsed_and_draws_its_first_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    def drawing(text: str) -> Any:
+        return SimpleNamespace(exercise=SimpleNamespace(sample=SimpleNamespace(size=(56, 56)), task="video"), text=text)
+
+    moving = DRAWING.replace("/></svg>", '><animate attributeName="cx" to="30" dur="60s"/></circle></svg>')
+    drawn, problem = _drawing(drawing(moving))
+    assert len(drawn) == 16 and not problem and drawn[0] != drawn[-1]
+    monkeypatch.setattr("perilune.data.pictures.parse_animation", None)  # it must not be called
+    drawn, problem = _drawing(drawing(moving.replace("<circle", "<script/><circle")))
+    assert drawn is None and problem.startswith("element: ")
 
 
 @pytest.mark.parametrize("arguments", [

@@ -1,8 +1,9 @@
 """`perilune generate RUN`: continue a prompt, or answer about pictures, with a trained run.
 
-With `--image` or `--video` the prompt is a question about them. `--to svg` and `--to html` ask for their source and
-write it to a file. What a model writes is a stranger's input: only what passes the guards of data/svg_guard.py and
-data/html_guard.py is written.
+With `--image` or `--video` the prompt is a question about them. `--to svg` and `--to html` ask for their source. What a
+model writes is a stranger's input: only what passes the guards of data/svg_guard.py and data/html_guard.py and is drawn
+by a worker within its limits (data/pictures.py) is written. `--to svg` writes the source as the guard wrote it, `--to
+html` a page with the picture and, as text, the source.
 """
 
 import html
@@ -97,7 +98,7 @@ def generate_verb(arguments: list[str]) -> None:
     if streaming:
         print()
     seconds = time.perf_counter() - began
-    written = None if form == "text" else _write(text, form, path, size)
+    written = None if form == "text" else _write(text, form, path, size, video=flags.video is not None)
     if flags.json:
         speed = round(len(tokens) / seconds, 1) if seconds else None
         found = {"prompt": prompt, "text": text, "tokens": tokens, "tokens_per_s": speed}
@@ -112,6 +113,8 @@ def _target(flags: GenerateFlags) -> tuple[str, Path | None]:
     form, path = (suffix, Path(flags.to)) if suffix in ("svg", "html") else (flags.to, None)
     if form not in FORMATS:
         raise UserError(f"--to is {flags.to!r}, expected {', '.join(FORMATS)}, or a file that ends in .svg or .html")
+    if flags.video == "":  # as a path it is the current folder
+        raise UserError("--video is '', expected a folder of frames, or an animated GIF or WebP")
     if flags.image and flags.video is not None:
         raise UserError("--image and --video are both given: ask about one of them")
     if form != "text" and not flags.image and flags.video is None:
@@ -227,23 +230,22 @@ def _stream(
     yield None, decoder.finish()
 
 
-def _write(text: str, form: str, path: Path | None, size: tuple[int, int]) -> Path:
-    """The source in a file, after the guard; UserError with the guard's reason when it may not be written."""
+def _write(text: str, form: str, path: Path | None, size: tuple[int, int], *, video: bool) -> Path:
+    """The source or its page in a file; UserError with the reason when it may not be written."""
     from perilune.data.hostile import PictureError
-    from perilune.data.html_guard import clean_html
+    from perilune.data.pictures import draw_clean_svg
     from perilune.data.svg_guard import clean_svg
 
     assert path is not None
-    width, height = size
+    if form == "svg" and not text.lstrip().startswith("<svg"):
+        raise UserError(f"the model wrote no SVG: its answer begins with {text[:60]!r}")
     try:
-        if text.lstrip().startswith("<svg"):
-            content = clean_svg(text, width=width, height=height).source
-            if form == "html":
-                content = _page_around(content, path.stem)
-        elif form == "svg":
-            raise UserError(f"the model wrote no SVG: its answer begins with {text[:60]!r}")
+        if form == "svg":
+            clean = clean_svg(text, width=size[0], height=size[1])
+            draw_clean_svg(clean)  # what the next reader's renderer would hang on is not handed on
+            content = clean.source
         else:
-            content = clean_html(text, width=width, height=height).source
+            content = _page(text, path.stem, size, video=video)
     except PictureError as error:
         raise UserError(f"what the model wrote is not written to {str(path)!r}: {error}") from error
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -253,9 +255,36 @@ def _write(text: str, form: str, path: Path | None, size: tuple[int, int]) -> Pa
     return path
 
 
-def _page_around(svg: str, title: str) -> str:
+def _page(text: str, title: str, size: tuple[int, int], *, video: bool) -> str:
+    """A page that shows what a source draws, as PNG files, and the source, as text. PictureError when it is refused."""
+    from perilune.data.hostile import RendererMissing
+    from perilune.data.html_guard import clean_html
+    from perilune.data.pictures import draw_frames, draw_html, draw_svg
+    from perilune.data.raster import encode_png
+    from perilune.data.scenes import DialectError
+    from perilune.data.svg_guard import clean_svg
+    from perilune.report.page import png_uri
+
+    width, height = size
+    problem = ""
+    if text.lstrip().startswith("<svg"):
+        source = clean_svg(text, width=width, height=height).source
+        try:
+            drawn = draw_frames(text, width, height) if video else [draw_svg(text, width, height)]
+        except DialectError:  # it moves in ways that only a browser follows
+            drawn = [draw_svg(text, width, height)]
+    else:
+        source, drawn = clean_html(text, width=width, height=height).source, []
+        try:
+            drawn = [draw_html(text, width, height)]
+        except RendererMissing as missing:
+            problem = f"not drawn: {missing}"
+            print(f"perilune: {problem}", file=sys.stderr)
+    pictures = "\n".join(f'<img src="{png_uri(encode_png(pixels))}" alt="what the source draws">' for pixels in drawn)
+    policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
     return (
         '<!doctype html>\n<html lang="en">\n<head><meta charset="utf-8">'
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
-        f"<title>{html.escape(title)}</title></head>\n<body>{svg}</body>\n</html>"
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        f"<title>{html.escape(title)}</title><style>pre{{white-space:pre-wrap}}</style></head>\n"
+        f"<body>\n{pictures or f'<p>{html.escape(problem)}</p>'}\n<pre>{html.escape(source)}</pre>\n</body>\n</html>"
     )

@@ -140,8 +140,7 @@ def _drawn_section(
 def _drawing(drawing: "Drawing") -> tuple[Any, str]:
     """PNG files of what the source draws, and why there are none."""
     from perilune.data.hostile import PictureError, RendererMissing
-    from perilune.data.picture_scores import frames_of
-    from perilune.data.pictures import draw_html, draw_svg
+    from perilune.data.pictures import draw_frames, draw_html, draw_svg
     from perilune.data.raster import encode_png
     from perilune.data.scenes import DialectError
 
@@ -150,7 +149,7 @@ def _drawing(drawing: "Drawing") -> tuple[Any, str]:
         if drawing.exercise.task == "html":
             return encode_png(draw_html(drawing.text, width, height)), ""
         if drawing.exercise.task == "video":
-            return [encode_png(draw_svg(frame, width, height)) for frame in frames_of(drawing.text)], ""
+            return [encode_png(frame) for frame in draw_frames(drawing.text, width, height)], ""
         return encode_png(draw_svg(drawing.text, width, height)), ""
     except (PictureError, DialectError, RendererMissing) as error:
         return None, str(error)
@@ -158,8 +157,9 @@ def _drawing(drawing: "Drawing") -> tuple[Any, str]:
 
 def _images(sample: Any) -> list[bytes]:
     from perilune.data.raster import rasterize_png
+    from perilune.data.vision_documents import still_png
 
-    return [rasterize_png(source, *sample.size) for source in (sample.frames or (sample.svg,))]
+    return [rasterize_png(source, *sample.size) for source in sample.frames] or [still_png(sample)]
 
 
 def _text_section(model: "Decoder", tokenizer: "Tokenizer", config: "RunConfig", seed: int) -> list["Section"]:

@@ -1,13 +1,17 @@
 """Dialogues become rows: everything once an epoch, only what an assistant wrote is learnt, bad rows are counted."""
 
 import base64
+import io
 import json
+import zlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 
 from perilune.data.chat_rows import ChatDataConfig, ChatRows
 from perilune.data.dialogues import DialogueError, document_of, read_dialogues
@@ -116,7 +120,7 @@ def test_bad_rows_are_counted_by_their_reason_and_the_rest_is_read(tmp_path):
     )  # fmt: skip
     rows = rows_of(source)
     assert rows.num_dialogues == 1 and learnt(rows.batch(0, 1)) == ["a word<|im_end|>"]
-    assert rows.broken.reasons == {"not JSON": 1, "not a dialogue": 4, "too long": 1, "unusable": 1}
+    assert rows.broken.reasons == {"not JSON": 1, "not a dialogue": 4, "too long": 1, "unusable: outside the folder": 1}
     assert "7 rows left out" in str(rows.broken) and "line 2" in str(rows.broken)
 
 
@@ -134,6 +138,92 @@ def test_pictures_come_from_data_addresses_and_from_beneath_the_folder(tmp_path)
         assert batch.grids == ((1, 2, 2),) and batch.pixels is not None and batch.pixels.shape == (4, 3, 14, 14)
         assert batch.media_positions is not None and len(batch.media_positions) == 1
         assert learnt(batch) == ["red<|im_end|>"]
+
+
+def shown(kind: str, address: str, answer: str = "red") -> dict:
+    """A dialogue about one picture or video."""
+    part = {"type": f"{kind}_url", f"{kind}_url": {"url": address}}
+    question = {"role": "user", "content": [part, {"type": "text", "text": "what"}]}
+    return {"messages": [question, {"role": "assistant", "content": answer}]}
+
+
+def data_url(content: bytes, kind: str) -> str:
+    return f"data:{kind};base64,{base64.b64encode(content).decode()}"
+
+
+def video_of(colours: Sequence[str], folder: Path) -> bytes:
+    """Frames of half a second each as a GIF; the same as files in `folder`."""
+    frames = [Image.new("RGB", (28, 28), colour) for colour in colours]
+    folder.mkdir()
+    for number, frame in enumerate(frames):
+        frame.save(folder / f"frame{number}.png")
+    file = io.BytesIO()
+    frames[0].save(file, "GIF", save_all=True, append_images=frames[1:], duration=500)
+    return file.getvalue()
+
+
+def test_videos_come_from_files_addresses_and_folders_of_frames_with_their_times(tmp_path):
+    gif = video_of(["red", "lime", "blue", "black", "white"], tmp_path / "frames")
+    (tmp_path / "film.gif").write_bytes(gif)
+    batches = [
+        rows_of(written(tmp_path, shown("video", address))).batch(0, 1)
+        for address in ("film.gif", "frames", data_url(gif, "image/gif"))
+    ]
+    for batch in batches:
+        assert batch.grids == ((4, 2, 2), (1, 2, 2)) and batch.pixels is not None and batch.pixels.shape[0] == 4 * 4 + 4
+        assert batch.media_positions is not None and len(batch.media_positions) == 2
+        assert "00:00:00.000<|media_begin|>video" in texts(batch.tokens)
+        assert "00:00:02.000<|media_begin|>video" in texts(batch.tokens)
+        assert learnt(batch) == ["red<|im_end|>"]  # neither times nor frames
+        np.testing.assert_array_equal(batch.tokens, batches[0].tokens)
+        np.testing.assert_array_equal(batch.pixels, batches[0].pixels)
+
+
+def test_pictures_and_videos_that_cannot_be_read_are_counted_by_their_reason(tmp_path):
+    png, gif = rasterize_png(SVG, 28, 28), video_of(["red", "lime", "blue"], tmp_path / "frames")
+    flipped = png[:45] + bytes([png[45] ^ 255]) + png[46:]
+    huge = png[:16] + (1 << 20).to_bytes(4, "big") * 2 + png[24:29]
+    huge += zlib.crc32(huge[12:29]).to_bytes(4, "big") + png[33:]
+    (tmp_path / "flipped.png").write_bytes(flipped)
+    (tmp_path / "cut.gif").write_bytes(gif[:-30])
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / "0.png").symlink_to("/etc/hostname")
+    (tmp_path / "odd").mkdir()
+    for number, side in enumerate((28, 56)):
+        Image.new("RGB", (side, side)).save(tmp_path / "odd" / f"{number}.png")
+    rows = rows_of(
+        written(
+            tmp_path,
+            shown("image", data_url(png, "image/png")),
+            shown("image", "flipped.png"),
+            shown("image", data_url(png[:60], "image/png")),
+            shown("video", "cut.gif"),
+            shown("image", data_url(huge, "image/png")),
+            shown("video", data_url(huge, "image/png")),
+            shown("image", "absent.png"),
+            shown("video", "empty"),
+            shown("video", "odd"),
+            shown("image", data_url(b"hello", "image/png")),
+            shown("image", "frames"),
+            shown("image", "data:image/png;base64,???"),
+            shown("image", "a\0b"),
+            shown("video", "x" * 5000),
+            shown("video", "linked"),
+            shown("video", ".."),
+        )
+    )
+    assert rows.num_dialogues == rows.num_with_pictures == 1
+    assert rows.broken.reasons == {
+        "unusable: corrupt": 3,
+        "unusable: too many pixels": 2,
+        "unusable: missing": 2,
+        "unusable: frames of unequal size": 1,
+        "unusable: not a picture": 2,
+        "unusable: unreadable": 3,
+        "unusable: outside the folder": 2,
+    }
+    assert "15 rows left out: 3 unusable: corrupt" in str(rows.broken) and "flipped.png" in str(rows.broken)
 
 
 def test_held_out_dialogues_are_never_trained_on(tmp_path):

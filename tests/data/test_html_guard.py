@@ -1,7 +1,10 @@
 """Hostile HTML and CSS: every case is refused by name; what passes can load nothing, even where the guard were open."""
 
 import http.server
+import os
+import random
 import re
+import shutil
 import threading
 from pathlib import Path
 
@@ -10,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from perilune.data.hostile import HostileInput, RendererMissing
+from perilune.data.hostile import HostileInput, RendererMissing, RenderFailed
 from perilune.data.html_guard import clean_html
 from perilune.data.pictures import HTML_PROGRAM, draw_html, html_worker
 from perilune.data.raster import decode_png, encode_png
@@ -65,7 +68,15 @@ HOSTILE: dict[str, tuple[str, str | bytes]] = {
     "url in upper case": ("url", style("div{background:URL(//a.invalid/x)}")),
     "import": ("css", style("@import 'http://a.invalid/x.css';")),
     "font-face": ("css", style("@font-face{font-family:x}")),
-    "escaped url": ("css", style("div{background:\\75 rl(x)}")),
+    "escaped url": ("url", style("div{background:\\75 rl(x)}")),
+    "url escaped in the middle": ("url", style("div{background:u\\72l(x)}")),
+    "url with a letter escaped": ("url", style("div{background:\\u\\rl(x)}")),
+    "url parted by a comment": ("url", style("div{background:url/**/(x)}")),
+    "url with a comment inside": ("url", style("div{background:u/* */rl(x)}")),
+    "url and a space": ("url", style("div{background:url (x)}")),
+    "url with an escaped bracket": ("url", style("div{background:url\\28 x)}")),
+    "url after a comment without end": ("css", style("div{background:/* url(x)}")),
+    "src": ("css", style("div{background:src('x')}")),
     "comment in CSS": ("css", style("div{color:re/**/d}")),
     "expression": ("css", style("div{width:expression(alert(1))}")),
     "calc bomb": ("css", style("div{width:calc(1px*1e9)}")),
@@ -98,6 +109,12 @@ HOSTILE: dict[str, tuple[str, str | bytes]] = {
     "never closed": ("nesting", "<div><p>x</p>"),
     "end tag alone": ("nesting", "<div>x</div></div>"),
     "block inside a paragraph": ("nesting", "<p><div>x</div></p>"),
+    "block deep inside a paragraph": ("nesting", "<p><span><div>x</div></span></p>"),
+    "paragraph deep inside a paragraph": ("nesting", "<p><b><i><p>x</p></i></b></p>"),
+    "rule deep inside a paragraph": ("nesting", "<p><span><hr></span></p>"),
+    "list deep inside a paragraph": ("nesting", "<p><button><ul><li>x</li></ul></button></p>"),
+    "heading inside a heading": ("nesting", "<h1><h2>x</h2></h1>"),
+    "heading deep inside a heading": ("nesting", "<h1><div><h1>x</h1></div></h1>"),
     "cell without a table": ("nesting", "<div><td>x</td></div>"),
     "text that a table would throw out": ("text", "<table>x<tr><td>y</td></tr></table>"),
     "second body": ("nesting", "<html><body></body><body></body></html>"),
@@ -127,6 +144,38 @@ def test_valid_page_is_written_anew_with_quotes_ends_and_escapes() -> None:
     assert '<td colspan="2">b</td>' in clean and "<p>12 &lt; 13<br>ok</p>" in clean
     assert "h1,.card p{color:navy}" in clean and "Shop" not in clean
     assert '<body style="font-size:14px">' in clean
+
+
+@pytest.mark.parametrize("page", [
+    '<div style="color:burlywood">x</div>',
+    '<style>.curl{color:red}</style><div class="curl">x</div>',
+    '<style>.url b.Url{color:red}</style><div class="url"><b class="Url">x</b></div>',
+    '<style>.Card{color:red}</style><div class="Card">x</div>',
+    '<style>div.menu--open{color:red}</style><div class="menu--open">x</div>',
+])  # fmt: skip
+def test_words_that_only_look_like_an_address_pass_as_they_are(page: str) -> None:
+    clean = clean_html(page, width=9, height=9).source
+    assert all(piece in clean for piece in re.findall(r"<style>.*?</style>|<div.*", page))
+
+
+def test_elements_are_styled_in_any_case_and_classes_in_their_own() -> None:
+    clean = clean_html("<style>H1,DIV.Card{color:red}</style><H1>x</H1>", width=9, height=9).source
+    assert "<style>h1,div.Card{color:red}</style></head><body><h1>x</h1>" in clean
+
+
+@given(st.text(st.sampled_from("aB9-_.é "), max_size=6))
+def test_a_name_is_good_for_a_class_just_when_it_is_good_for_a_selector(name: str) -> None:
+    def passes(page: str) -> bool:
+        try:
+            clean_html(page, width=9, height=9)
+        except HostileInput:
+            return False
+        return True
+
+    words = name.split()
+    pages = ("<div class='{}'>x</div>", "<style>.{}{{color:red}}</style><div>x</div>")
+    for word in words:
+        assert len({passes(page.format(word)) for page in pages}) == 1, word
 
 
 def test_fragment_needs_no_frame() -> None:
@@ -171,8 +220,44 @@ def _only_what_is_allowed(source: str | bytes) -> None:
     assert "<script" not in rest and "url(" not in "".join(re.findall(r"<style>.*?</style>", rest))
 
 
+ONLY_CHILDREN = {"ul": ["li"], "ol": ["li"], "tr": ["td", "th"], "table": ["tr", "thead"], "thead": ["tr"]}
+ANYWHERE = ["div", "p", "h1", "h2", "span", "b", "i", "button", "label", "section", "ul", "ol", "table", "br", "hr"]
+
+
+def random_markup(dice: random.Random, depth: int, parent: str) -> str:
+    """Elements in each other as the tables of the standard allow, and often as they do not."""
+    if not depth:
+        return "x"
+    written = ""
+    for _ in range(dice.randint(1, 3)):
+        tag = dice.choice(ONLY_CHILDREN.get(parent, ANYWHERE))
+        written += f"<{tag}>" if tag in ("br", "hr") else f"<{tag}>{random_markup(dice, depth - 1, tag)}</{tag}>"
+    return written if parent in ONLY_CHILDREN else written + dice.choice(["", "y"])
+
+
+@pytest.mark.needs_tool("chromium")
+def test_a_browser_reads_a_clean_page_just_as_it_is_written() -> None:
+    from playwright.sync_api import sync_playwright
+
+    dice, compared = random.Random(0), 0
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        page = browser.new_page()
+        for _ in range(400):
+            try:
+                clean = clean_html(random_markup(dice, dice.randint(1, 4), "div"), width=9, height=9).source
+            except HostileInput:
+                continue
+            compared += 1
+            read = page.evaluate("text => new DOMParser().parseFromString(text, 'text/html').body.outerHTML", clean)
+            # Rows that stand in a table directly get a body, always the same.
+            assert re.sub("</?tbody>", "", read) == clean.partition("</head>")[2].removesuffix("</html>")
+        browser.close()
+    assert compared > 50
+
+
 def test_missing_chromium_is_one_clear_error(tmp_path: Path) -> None:
-    with RenderWorker(program=HTML_PROGRAM, environment={"PATH": str(tmp_path)}) as worker:
+    with RenderWorker(program=HTML_PROGRAM, arguments=("10",), environment={"PATH": str(tmp_path)}) as worker:
         with pytest.raises(RendererMissing, match="needs"):
             worker.render({"html": "", "width": 9, "height": 9})
 
@@ -186,6 +271,52 @@ def test_page_is_drawn_in_the_size_of_the_task() -> None:
     expected = np.full((40, 60, 3), 255, dtype=np.uint8)
     expected[:10, :20] = (255, 0, 0)
     assert np.array_equal(pixels, expected)
+
+
+# Borders of a million dots each, which the browser lays one by one: about 20 s.
+SLOW_PAGE = (
+    "<style>div{position:absolute;left:-4000px;border:1px dotted red;outline:1px dotted blue;border-radius:37%;"
+    "width:4096%;height:4096%;padding:4096%}</style>" + "<div></div>" * 990
+)
+GREEN_PAGE = '<div style="position:absolute;left:0;top:0;width:60px;height:40px;background:green"></div>'
+
+
+@pytest.mark.needs_tool("chromium")
+def test_slow_page_is_refused_and_the_next_is_drawn_right_by_another_browser() -> None:
+    green = draw_html(GREEN_PAGE, 60, 40)
+    assert (green == (0, 128, 0)).all()
+    starts = html_worker().num_starts
+    with pytest.raises(RenderFailed, match="more than 1 s to draw"):
+        draw_html(SLOW_PAGE, 112, 112)
+    assert np.array_equal(draw_html(GREEN_PAGE, 60, 40), green)
+    assert html_worker().num_starts == starts + 1
+
+
+@pytest.mark.needs_tool("chromium")
+def test_page_that_takes_more_memory_than_it_may_is_refused() -> None:
+    clean = clean_html(SLOW_PAGE, width=112, height=112).source
+    environment = {"PATH": os.environ["PATH"]}
+    with RenderWorker(
+        program=HTML_PROGRAM,
+        memory_bytes=1,
+        render_seconds=30,
+        arguments=("60",),
+        environment=environment,
+        wall_seconds=60,
+        own_folder=True,
+    ) as worker:
+        with pytest.raises(RenderFailed, match="more than 1 bytes"):
+            worker.render({"html": clean, "width": 112, "height": 112})
+
+
+@pytest.mark.needs_tool("chromium")
+def test_browser_leaves_no_files_behind() -> None:
+    environment = {"PATH": os.environ["PATH"]}
+    with RenderWorker(program=HTML_PROGRAM, arguments=("10",), environment=environment, own_folder=True) as worker:
+        worker.render({"html": GREEN_PAGE, "width": 60, "height": 40})
+        folder = Path(worker.folder or "")
+        assert any(folder.iterdir())
+    assert not folder.exists()
 
 
 @pytest.mark.needs_tool("chromium")

@@ -2,15 +2,13 @@
 
 import io
 import os
-from collections import Counter
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from perilune.data.image_files import list_pictures, load_image, read_pictures
+from perilune.data.image_files import list_pictures, load_image
 from perilune.data.image_limits import ImageError, ImageLimits
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
@@ -169,31 +167,3 @@ def picture_folder(folder: Path) -> list[Path]:
 
 def test_a_folder_is_listed_in_natural_order(tmp_path: Path) -> None:
     assert [path.name for path in picture_folder(tmp_path)] == ["a9.png", "a10.png", "b.png", "c.jpg", "d.png"]
-
-
-def test_training_skips_bad_files_counts_them_and_warns_once(tmp_path: Path) -> None:
-    paths = [*picture_folder(tmp_path), tmp_path / "absent.png"]
-    skipped: Counter[str] = Counter({"corrupt": 1})
-    lines: list[str] = []
-    load = partial(load_image, limits=ImageLimits(max_pixels=100))
-    read = list(read_pictures(paths, load=load, skipped=skipped, warn=lines.append))
-    assert [Path(name).name for name, _ in read] == ["a9.png", "a10.png"]
-    assert all((pixels == 5).any() for _, pixels in read)
-    assert skipped == {"corrupt": 2, "not a picture": 1, "too many pixels": 1, "missing": 1}
-    (line,) = lines
-    assert line.startswith("skipped 5 pictures: 2 corrupt, 1 missing, 1 not a picture, 1 too many pixels; first: ")
-    assert "b.png" in line and "\n" not in line
-
-
-def test_a_folder_of_good_files_gives_no_warning(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
-    paths = picture_folder(tmp_path)[:2]
-    assert len(list(read_pictures(paths))) == 2 and not recwarn.list
-    with pytest.warns(UserWarning, match="skipped 1 picture: 1 missing"):
-        list(read_pictures([*paths, tmp_path / "absent"]))
-
-
-def test_no_readable_picture_at_all_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ImageError, match="no readable picture; there is no file"):
-        list(read_pictures([tmp_path / "absent.png"]))
-    with pytest.raises(ImageError, match="no file was given"):
-        list(read_pictures([]))

@@ -195,7 +195,7 @@ def test_page_of_the_corpus_looks_the_same_in_the_browser_as_in_svg() -> None:
 @pytest.mark.needs_tool("chromium")
 def test_pages_are_scored_by_their_pixels() -> None:
     page = '<div style="width:30px;height:20px;background:red"></div>'
-    true = SimpleNamespace(html=page, svg="", size=SIZE)
+    true = SimpleNamespace(html=page, svg="", png=b"", size=SIZE)
     assert score_html(page, true).pixel == 1
     assert score_html(page.replace("30px", "15px"), true).pixel < 0.8
     assert not score_html("<script>x</script>", true).parses

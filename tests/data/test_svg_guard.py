@@ -262,6 +262,14 @@ def test_worker_cannot_read_a_file_even_if_the_guard_were_open(tmp_path: Path) -
         draw_svg(source, 20, 20)
 
 
+def test_steps_that_add_up_to_a_coordinate_beyond_the_renderer_cost_one_picture_at_most() -> None:
+    far = "M0.1 -10000" + "v-10000" * 400 + "l-0.02 9999" + "v10000" * 400 + "M0.1 0.01l-0.06 0.07l-0.028 -0.05"
+    pen = 'fill="none" stroke="green" stroke-width="9" stroke-linecap="round" stroke-linejoin="round"'
+    (result,) = draw_svgs([svg(f'<g transform="scale(100) scale(10)"><path {pen} d="{far}"/></g>')], 50, 50)
+    assert isinstance(result, np.ndarray | RenderFailed)
+    assert (draw_svg(svg('<rect width="50" height="50" fill="red"/>'), 50, 50) == (255, 0, 0)).all()
+
+
 def test_worker_is_reused_and_outlives_a_slow_and_a_huge_picture() -> None:
     blur = '<filter id="f"><feGaussianBlur stdDeviation="400"/></filter>'
     slow = svg(blur + '<rect width="4000" height="4000" filter="url(#f)"/>' * 500, 'viewBox="0 0 50 50"')

@@ -1,7 +1,6 @@
 """Frames, their times, and which of them are kept."""
 
 import io
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from perilune.data.image_files import read_pictures
 from perilune.data.image_limits import ImageError, ImageLimits
 from perilune.data.video import load_frames, sample_frames, timestamp
 
@@ -100,15 +98,6 @@ def test_folders_and_animations_obey_the_limits_of_a_video(tmp_path: Path, limit
         with pytest.raises(ImageError, match=words):
             load_frames(source, limits)
     assert len(load_frames(tmp_path, ImageLimits(max_frames=4, max_video_pixels=4 * 48))[0]) == 4
-
-
-def test_training_skips_bad_videos_too(tmp_path: Path) -> None:
-    (tmp_path / "good.gif").write_bytes(animation("GIF", [100, 100]))
-    (tmp_path / "bad.gif").write_bytes(animation("GIF", [100, 100])[:-30])
-    skipped: Counter[str] = Counter()
-    paths = [tmp_path / "bad.gif", tmp_path / "good.gif"]
-    ((_, (frames, _)),) = read_pictures(paths, load=load_frames, skipped=skipped, warn=lambda line: None)
-    assert len(frames) == 2 and skipped == {"corrupt": 1}
 
 
 @given(st.lists(st.floats(0.001, 5), min_size=1, max_size=60), st.floats(0.1, 30))

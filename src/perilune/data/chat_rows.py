@@ -3,7 +3,7 @@
 Epoch e is a permutation of the dialogues, decided by (seed, e) alone. They are laid into rows one after another; one
 that does not fit the rest of a row begins the next, and what is left of a row is padding, a run of its own without a
 target. Documents never touch: each is a run for attention, states and positions. A dialogue longer than a row, or one
-whose pictures cannot be read, is left out and counted.
+whose pictures or videos cannot be read, is left out and counted by its reason.
 
     rows = ChatRows(ChatDataConfig(sources=("chats.jsonl",)), tokenizer, seq_len=1024, seed=0)
     batch = rows.batch(first_row=0, count=4)
@@ -20,7 +20,7 @@ import numpy as np
 
 from perilune.data.chat_messages import ChatError
 from perilune.data.dialogue_store import Documents, stored_documents
-from perilune.data.dialogues import Dialogue, DialogueError, document_of, read_dialogues
+from perilune.data.dialogues import Dialogue, DialogueError, UnusableMedia, document_of, read_dialogues
 from perilune.data.images import ProcessorConfig
 from perilune.data.packing import PackedBatch, permutation
 from perilune.data.tokenizer import Tokenizer
@@ -187,6 +187,9 @@ def _that_fit(dialogues: Sequence[Dialogue], config: ChatDataConfig, tokenizer: 
         where = f"dialogue {number}"
         try:
             document = document_of(dialogue, tokenizer, config.processor)
+        except UnusableMedia as error:
+            found.left_out.append((f"unusable: {error.reason}", where, str(error)))
+            continue
         except ChatError as error:
             found.left_out.append(("unusable", where, str(error)))
             continue

@@ -2,13 +2,14 @@
 
     {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}], "tools": [...]}
 
-Pictures stand in messages as `image_url` parts: `data:` URLs, or paths beneath the folder of the file. A line may have
-`"thinking": false` (the assistant answers at once); without it, a dialogue whose assistant turns hold no reasoning is
-read so too. A line that cannot be read is left out, counted by its reason and shown: one bad row ends no run.
+Pictures stand in messages as `image_url` parts and videos as `video_url` parts: `data:` URLs, or paths beneath the
+folder of the file; the path of a video is an animated GIF or WebP, or a folder of frames. A line may have `"thinking":
+false` (the assistant answers at once); without it, a dialogue whose assistant turns hold no reasoning is read so too. A
+line that cannot be read, or whose pictures and videos cannot, is left out, counted by its reason and shown: one bad row
+ends no run.
 """
 
 import base64
-import binascii
 import io
 import json
 from collections import Counter
@@ -19,10 +20,18 @@ from typing import Any
 
 import numpy as np
 
-from perilune.data.chat import encode, parse_messages, parse_tools, render
-from perilune.data.chat_messages import ChatError, ChatMessage, Tool
-from perilune.data.images import DEFAULT_PROCESSOR, ProcessorConfig, image_media, load_image
-from perilune.data.media import Media
+from perilune.data.chat import Attachment, encode, parse_messages, parse_tools, render
+from perilune.data.chat_messages import ChatError, ChatMessage, MediaPart, Tool
+from perilune.data.image_files import Source
+from perilune.data.images import (
+    DEFAULT_PROCESSOR,
+    ImageError,
+    ProcessorConfig,
+    image_media,
+    load_frames,
+    load_image,
+    video_media,
+)
 from perilune.data.tokenizer import Tokenizer, TokenizerError
 from perilune.data.vision_documents import VisionDocument
 
@@ -34,13 +43,21 @@ class DialogueError(ValueError):
     """A file that holds no dialogue."""
 
 
+class UnusableMedia(ChatError):
+    """A picture or video of a dialogue that cannot be used; `reason` is the short form that is counted."""
+
+    def __init__(self, path: str, problem: str, *, reason: str) -> None:
+        super().__init__(path, problem)
+        self.reason = reason
+
+
 @dataclass(frozen=True, kw_only=True)
 class Dialogue:
     messages: tuple[ChatMessage, ...]
     tools: tuple[Tool, ...] = ()
     thinking: bool = True
     folder: Path = Path()
-    """Where its pictures lie."""
+    """Where its pictures and videos lie."""
 
     @property
     def has_pictures(self) -> bool:
@@ -127,11 +144,7 @@ def document_of(
     segments = render(
         dialogue.messages, dialogue.tools, thinking=dialogue.thinking, add_generation_prompt=False
     )  # fmt: skip
-    media = [
-        _picture(part.kind, part.source, dialogue.folder, processor)
-        for message in dialogue.messages
-        for part in message.media
-    ]
+    media = [_attachment(part, dialogue.folder, processor) for message in dialogue.messages for part in message.media]
     try:
         made = encode(tokenizer, segments, media)
     except TokenizerError as error:
@@ -141,19 +154,26 @@ def document_of(
     )
 
 
-def _picture(kind: str, source: str, folder: Path, processor: ProcessorConfig) -> Media:
-    if kind != "image":
-        raise ChatError("messages", f"hold a {kind}: only pictures are read from files of dialogues")
+def _attachment(part: MediaPart, folder: Path, processor: ProcessorConfig) -> Attachment:
+    field = f"{part.kind}_url"
     try:
-        if source[:5].lower() == "data:":
-            content = base64.b64decode(source.partition(",")[2], validate=True)
-            return image_media(load_image(content), processor)
-        root = folder.resolve()
-        path = (root / source).resolve()
-        if not path.is_relative_to(root):
-            raise ChatError("image_url", f"is {source!r}, which lies outside the folder of the file")
-        return image_media(load_image(path), processor)
-    except (binascii.Error, ValueError) as error:
-        if isinstance(error, ChatError):
-            raise
-        raise ChatError("image_url", f"cannot be read: {error}") from error
+        source = _source(part, folder)
+        if part.kind == "image":
+            return image_media(load_image(source, name=part.kind if isinstance(source, bytes) else None), processor)
+        frames, times = load_frames(source, name=part.kind if isinstance(source, bytes) else None)
+        return video_media(frames, times, processor)
+    except ImageError as error:
+        raise UnusableMedia(field, f"cannot be read: {error}", reason=error.reason) from error
+    except (OSError, ValueError) as error:  # a name that no file can have, or text that is not base64
+        raise UnusableMedia(field, f"cannot be read: {error}", reason="unreadable") from error
+
+
+def _source(part: MediaPart, folder: Path) -> Source:
+    if part.source[:5].lower() == "data:":
+        return base64.b64decode(part.source.partition(",")[2], validate=True)
+    root = folder.resolve()
+    path = (root / part.source).resolve()
+    inside = [path, *(each.resolve() for each in path.iterdir())] if part.kind == "video" and path.is_dir() else [path]
+    if not all(each.is_relative_to(root) for each in inside):  # frames may be links
+        raise ImageError(f"{part.source!r} lies outside the folder of the file", reason="outside the folder")
+    return path

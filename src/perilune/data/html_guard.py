@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from html import escape
 from html.parser import HTMLParser
 
-from perilune.data.css_guard import clean_declarations, clean_rules
+from perilune.data.css_guard import clean_declarations, clean_rules, is_class_name
 from perilune.data.hostile import HostileInput, Rule, shown
 from perilune.data.svg_guard import decode_source
 
@@ -22,15 +22,11 @@ MAX_TEXT = 20_000
 MAX_SPAN = 50
 
 FRAME = ("html", "head", "title", "style", "body")
+HEADINGS = ("h1", "h2", "h3", "h4", "h5", "h6")
 BLOCKS = (
     "div",
     "p",
-    "h1",
-    "h2",
-    "h3",
-    "h4",
-    "h5",
-    "h6",
+    *HEADINGS,
     "header",
     "main",
     "footer",
@@ -58,13 +54,14 @@ _PARENTS = {
     "th": {"tr"},
     "td": {"tr"},
 }
+_IN_PARAGRAPHS = frozenset({*INLINE, "br"})
 # What may contain nothing but these; elsewhere a browser would move the content about.
 _CHILDREN = {
     "html": {"head", "body"},
     "head": set(_HEAD_ONLY),
     "title": set(),
     "style": set(),
-    "p": {*INLINE, "br"},
+    "p": set(_IN_PARAGRAPHS),
     "button": {*INLINE, "br"} - {"button"},
     "ul": {"li"},
     "ol": {"li"},
@@ -217,6 +214,11 @@ class _Gate(HTMLParser):
             raise HostileInput("nesting", f"<{tag}> inside <{parent}>")
         if tag == "button" and "button" in self._open:
             raise HostileInput("nesting", "<button> inside <button>")
+        # However deep: a browser would end the paragraph, or the heading, before it begins these.
+        if "p" in self._open and tag not in _IN_PARAGRAPHS:
+            raise HostileInput("nesting", f"<{tag}> inside <p>, which holds text, <br> and {', '.join(INLINE)}")
+        if tag in HEADINGS and any(heading in self._open for heading in HEADINGS):
+            raise HostileInput("nesting", f"<{tag}> inside a heading")
 
 
 def _clean_attributes(tag: str, attributes: list[tuple[str, str | None]]) -> str:
@@ -246,6 +248,8 @@ def _clean_attributes(tag: str, attributes: list[tuple[str, str | None]]) -> str
 
 
 def _clean_class(tag: str, word: str) -> str:
-    if not (len(word) <= 32 and word.isascii() and word[0].isalpha() and word.replace("-", "").isalnum()):
-        raise HostileInput("attribute", f"class of <{tag}> holds {shown(word)}; letters, digits and - are allowed")
+    if not is_class_name(word):
+        raise HostileInput(
+            "attribute", f"class of <{tag}> holds {shown(word)}; a letter, then letters, digits and - are allowed"
+        )
     return word

@@ -8,19 +8,17 @@ How colours become red, green and blue: transparency is laid over white; 16 bits
 palettes are converted; colour profiles are ignored, as the published processor ignores them; EXIF's orientation is
 applied. Of an animation `load_image` takes the first frame (`perilune.data.video` reads them all).
 
-In a verb a bad file is an error. In training `read_pictures` skips it, counts it by reason and warns once. Damage that
-the format cannot show (a flipped bit inside the data of a JPEG or GIF) gives wrong pixels and no error.
+In a verb a bad file is an error. In training the dialogue that names it is left out and counted by the error's reason
+(`perilune.data.chat_rows`). Damage that the format cannot show (a flipped bit inside the data of a JPEG or GIF) gives
+wrong pixels and no error.
 """
 
 import io
 import os
 import re
 import stat
-import warnings
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 from PIL import Image
@@ -31,7 +29,6 @@ from perilune.data.image_limits import ImageError, ImageLimits
 PICTURE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif")
 DEFAULT_LIMITS = ImageLimits()
 Source = str | os.PathLike[str] | bytes
-Loaded = TypeVar("Loaded")
 
 _UPRIGHT: dict[int, Image.Transpose] = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -120,7 +117,7 @@ def _rgb(image: Image.Image) -> np.ndarray:
     return np.array(image.convert("RGB"))
 
 
-# --- training ---------------------------------------------------------------------------------------------------------
+# --- folders ----------------------------------------------------------------------------------------------------------
 
 
 def list_pictures(folder: str | os.PathLike[str], *, suffixes: Sequence[str] = PICTURE_SUFFIXES) -> list[Path]:
@@ -138,39 +135,3 @@ def natural_key(text: str) -> tuple[list[tuple[int, int, str]], str]:
     """Sort key that compares runs of digits as numbers; the text itself settles what is then equal."""
     parts = re.findall(r"[0-9]+|[^0-9]+", text)
     return [(0, int(part), "") if part[0] in "0123456789" else (1, 0, part.casefold()) for part in parts], text
-
-
-def read_pictures(
-    sources: Iterable[str | os.PathLike[str]],
-    *,
-    load: Callable[[str | os.PathLike[str]], Loaded] = load_image,
-    skipped: Counter[str] | None = None,
-    warn: Callable[[str], None] = warnings.warn,
-) -> Iterator[tuple[str, Loaded]]:
-    """(path, what `load` returned) of every good file; bad ones are skipped.
-
-    `load` is `load_image`, `video.load_frames` or either with limits of its own. `skipped` counts the reasons; when all
-    files were read, `warn` hears one line about them with the first error. No good file at all is an ImageError.
-    """
-    skipped = Counter() if skipped is None else skipped
-    before = skipped.total()
-    found, first = 0, ""
-    for source in sources:
-        try:
-            loaded = load(source)
-        except ImageError as error:
-            skipped[error.reason] += 1
-            first = first or str(error)
-            continue
-        found += 1
-        yield os.fspath(source), loaded
-    if not found:
-        raise ImageError(f"no readable picture; {first or 'no file was given'}", reason="missing")
-    if skipped.total() > before:
-        warn(f"{skipped_line(skipped)}; first: {first}")
-
-
-def skipped_line(skipped: Counter[str]) -> str:
-    """ "skipped 3 pictures: 2 corrupt, 1 too many pixels" """
-    reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(skipped.items()))
-    return f"skipped {skipped.total():,} picture{'s' * (skipped.total() != 1)}: {reasons}"

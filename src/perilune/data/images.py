@@ -31,7 +31,7 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image
 
-from perilune.data.image_files import list_pictures, load_image, read_pictures
+from perilune.data.image_files import list_pictures, load_image
 from perilune.data.image_limits import ImageError, ImageLimits
 from perilune.data.media import FRAMES_PER_CHUNK, MERGE_SIZE, PATCH_SIZE, Media
 from perilune.data.video import DEFAULT_FPS, load_frames, sample_frames, timestamp
@@ -49,7 +49,6 @@ __all__ = [
     "num_patches",
     "num_tokens",
     "padded_size",
-    "read_pictures",
     "scaled_size",
     "video_media",
 ]

@@ -22,9 +22,8 @@ import numpy as np
 
 from perilune.data.hostile import PictureError
 from perilune.data.matching import box_iou, soft_f1
-from perilune.data.pictures import draw_clean_svg, draw_html
-from perilune.data.raster import rasterize
-from perilune.data.scenes.animations import frames, parse_animation
+from perilune.data.pictures import draw_clean_svg, draw_html, frames_of
+from perilune.data.raster import decode_png, rasterize
 from perilune.data.scenes.shapes import COLOURS, Shape, box, mask
 from perilune.data.scenes.svg import DialectError, parse_svg
 from perilune.data.svg_guard import clean_svg
@@ -93,10 +92,13 @@ def score_svg(prediction: str, sample: PictureSample) -> PictureScore:
 
 
 def score_html(prediction: str, sample: Any) -> PictureScore:
-    """Pixels alone: a page has no list of shapes. Chromium draws the prediction, and the true page unless it is known
-    as SVG."""
+    """Pixels alone: a page has no list of shapes. Chromium draws the prediction, and the true page unless its picture
+    came with it or it is known as SVG."""
     width, height = sample.size
-    target = rasterize(sample.svg, width, height) if sample.svg else draw_html(sample.html, width, height)
+    if sample.png:
+        target = decode_png(sample.png)
+    else:
+        target = rasterize(sample.svg, width, height) if sample.svg else draw_html(sample.html, width, height)
     try:
         pixel = pixel_similarity(draw_html(prediction, width, height), target)
     except PictureError as error:
@@ -108,8 +110,7 @@ def score_animation(prediction: str, sample: Any) -> list[PictureScore]:
     """One score per true frame of an animated source; a source that is refused scores nothing on any of them."""
     width, height = sample.size
     try:
-        clean_svg(prediction, width=width, height=height)
-        predicted = frames_of(prediction)
+        predicted = frames_of(prediction, width, height)
     except (PictureError, DialectError) as error:
         return [PictureScore(parses=False, problem=str(error)) for _ in sample.frames]
     return score_frames(predicted, sample.frames, sample.size)
@@ -126,11 +127,6 @@ def score_source(prediction: str, sample: Any) -> PictureScore:
     pixel = sum(score.pixel for score in scores) / len(scores)
     parses = any(score.parses for score in scores)
     return PictureScore(parses=parses, pixel=pixel, reward=pixel, problem=scores[0].problem)
-
-
-def frames_of(source: str) -> tuple[str, ...]:
-    """The still SVG of every frame of an animation of the scenes' dialect, or DialectError."""
-    return frames(parse_animation(source))
 
 
 def score_frames(predicted: Sequence[str], true: Sequence[str], size: tuple[int, int]) -> list[PictureScore]:

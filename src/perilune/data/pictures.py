@@ -1,6 +1,7 @@
 """A stranger's SVG or HTML to pixels: guard, then worker. The only road on which generated sources are drawn.
 
 drawn = draw_svg(source, 112, 112)                      # uint8 [112, 112, 3], or PictureError
+first = draw_frames(animated, 112, 112)                 # a list of such, or PictureError or DialectError
 for result in draw_svgs(sources, 112, 112): ...         # a batch: pixels or the PictureError, never raised
 """
 
@@ -15,12 +16,15 @@ import numpy as np
 from perilune.data.hostile import PictureError, RenderFailed
 from perilune.data.html_guard import clean_html
 from perilune.data.raster import RasterError, decode_png, png_size
-from perilune.data.render_worker import RenderWorker
+from perilune.data.render_worker import WALL_SECONDS, RenderWorker
+from perilune.data.scenes.animations import frames, parse_animation
 from perilune.data.svg_guard import CleanSvg, clean_svg
 
+FRAMES_DRAWN = 16
+"""Of an animation: as many as those of the scenes have. A source may ask for 120."""
 HTML_PROGRAM = Path(__file__).with_name("html_process.py")
-HTML_SECONDS = 10.0
-"""Time on the clock for one page: a browser is many processes, whose processor time nobody adds up."""
+ANSWER_SECONDS = 5.0
+"""What the process of the browser has beyond its own limits to say that one was passed."""
 
 
 def draw_svg(source: str | bytes, width: int, height: int) -> np.ndarray:
@@ -44,6 +48,20 @@ def draw_svgs(sources: Iterable[str | bytes], width: int, height: int) -> list[n
     return results
 
 
+def frames_of(source: str, width: int, height: int) -> tuple[str, ...]:
+    """The still SVG of every frame of an animation of the scenes' dialect, or DialectError; HostileInput before that.
+
+    Each frame is a stranger's source still: `draw_svg` draws it.
+    """
+    clean_svg(source, width=width, height=height)  # the dialect's parser is for what passed the guard
+    return frames(parse_animation(source))
+
+
+def draw_frames(source: str, width: int, height: int, *, most: int = FRAMES_DRAWN) -> list[np.ndarray]:
+    """The pixels of the first `most` frames."""
+    return [draw_svg(frame, width, height) for frame in frames_of(source, width, height)[:most]]
+
+
 @cache
 def svg_worker() -> RenderWorker:
     """The one worker of this process; it starts with the first picture and ends with the process."""
@@ -63,9 +81,10 @@ def html_worker() -> RenderWorker:
     """The one browser of this process. RendererMissing says what to install where there is none."""
     worker = RenderWorker(
         program=HTML_PROGRAM,
-        render_seconds=HTML_SECONDS,
-        wall_seconds=2 * HTML_SECONDS,
+        wall_seconds=WALL_SECONDS + ANSWER_SECONDS,
+        arguments=(str(WALL_SECONDS),),
         environment={"PATH": os.environ.get("PATH", "/usr/bin:/bin"), "LANG": "C.UTF-8"},
+        own_folder=True,
     )
     atexit.register(worker.close)
     return worker

@@ -5,17 +5,20 @@
 
 The worker is started by the first picture and used for all that follow; after a death the next picture starts another.
 It shares nothing with this process but one socket: no environment, no open files, an isolated interpreter, which is
-told where the packages lie that it draws with (under PYTHONPATH, say). It may be used from several threads (one picture
+told where the packages lie that it draws with (under PYTHONPATH, say), and, where it asks for one, a folder for its
+temporary files that goes when it goes. It may be used from several threads (one picture
 at a time) and survives a fork: the child starts a worker of its own.
 """
 
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -31,6 +34,8 @@ RENDER_SECONDS = 1.0
 WALL_SECONDS = 10.0
 """Time on the clock after which a silent worker is ended; longer, because the machine may be busy."""
 START_SECONDS = 60.0
+END_SECONDS = 2.0
+"""What a process with a folder of its own has to put it in order after the socket has closed."""
 SVG_PROGRAM = Path(__file__).with_name("svg_process.py")
 PACKAGES = ("resvg_py", "jinja2", "markupsafe")
 """Of all programs."""
@@ -46,6 +51,7 @@ class RenderWorker:
         wall_seconds: float = WALL_SECONDS,
         arguments: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
+        own_folder: bool = False,
     ) -> None:
         self._program = program
         self._arguments = [str(memory_bytes), str(render_seconds), *arguments]
@@ -56,6 +62,8 @@ class RenderWorker:
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._owner = 0
+        self._own_folder = own_folder
+        self._folder: str | None = None
         self.num_starts = 0
 
     def __enter__(self) -> Self:
@@ -67,6 +75,11 @@ class RenderWorker:
     @property
     def pid(self) -> int | None:
         return None if self._process is None else self._process.pid
+
+    @property
+    def folder(self) -> str | None:
+        """Where it may leave files while it runs."""
+        return self._folder
 
     def render(self, request: Mapping[str, Any]) -> bytes:
         """The PNG file that the worker drew; RenderFailed when it did not, whatever the reason."""
@@ -87,6 +100,8 @@ class RenderWorker:
                 raise
             if answer is None:
                 raise RenderFailed(self._cause_of_death())
+            if answer[:1] == b"E":  # what is left of it must not meet the next picture
+                self._end()
         if answer[:1] != b"P":
             raise RenderFailed(answer[1:].decode("utf-8", "replace"))
         return answer[1:]
@@ -97,8 +112,8 @@ class RenderWorker:
 
     def _running(self) -> socket.socket:
         if self._owner != os.getpid():
-            # Forked: process and socket belong to the parent, who goes on using them.
-            self._process, self._socket = None, None
+            # Forked: process, socket and folder belong to the parent, who goes on using them.
+            self._process, self._socket, self._folder = None, None, None
         if self._socket is None:
             self._start()
         assert self._socket is not None
@@ -106,6 +121,11 @@ class RenderWorker:
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
+        environment = {MODULES: os.pathsep.join(package_folders()), **self._environment}
+        if self._own_folder:
+            # Not beneath $TMPDIR: a browser has a socket there, whose path must not pass 108 characters.
+            self._folder = tempfile.mkdtemp(prefix="perilune-", dir="/tmp")
+            environment["TMPDIR"] = self._folder
         with theirs:
             try:
                 self._process = subprocess.Popen(
@@ -114,7 +134,7 @@ class RenderWorker:
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
-                    env={MODULES: os.pathsep.join(package_folders()), **self._environment},
+                    env=environment,
                     cwd="/",
                     start_new_session=True,
                 )
@@ -150,9 +170,15 @@ class RenderWorker:
         if channel is not None:
             channel.close()
         if process is not None and self._owner == os.getpid():
+            if self._own_folder:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(timeout=END_SECONDS)
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+        folder, self._folder = self._folder, None
+        if folder is not None and self._owner == os.getpid():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def package_folders() -> list[str]:

@@ -4,7 +4,8 @@ Started by `perilune.data.render_worker` as `python -I svg_process.py DESCRIPTOR
 writes answers on the socket DESCRIPTOR until the socket closes. A message is its length in four bytes, then its bytes:
 
     request  JSON {"svg": source, "width": pixels, "height": pixels}
-    answer   b"P" + PNG file, or b"F" + why there is none; the first answer of all is b"P", or b"F" + what is missing
+    answer   b"P" + PNG file, or b"F" + why there is none; the first answer of all is b"P", or b"F" + what is missing;
+             b"E" + why there is none, where the next picture needs another process (html_process.py)
 
 MODULES in the environment names folders with packages that lie where an isolated interpreter does not look.
 

@@ -1,9 +1,12 @@
 """The values of SVG attributes, each read by a small grammar and written anew.
 
 Every function takes the text of one attribute and the `Reading` (where it stands, how much has been read so far) and
-gives a canonical text with the same meaning, or raises HostileInput. Numbers are finite and within +-10,000, so no
-coordinate overflows in the renderer; all numbers of a document together are counted, so no list is without end. The
-regular expressions match one token at a time and cannot backtrack over the input.
+gives a canonical text with the same meaning, or raises HostileInput. Numbers are finite and within +-10,000; all
+numbers of a document together are counted, so no list is without end. What they come to is larger: the steps of a
+relative path add up to 4e7, scales multiply that by up to 1,000 and a small viewBox by up to 4,096. So a coordinate is
+finite in float32, but may be more than the renderer bears. There it may refuse or die, which is why it runs in a
+process of its own (`perilune.data.render_worker`). The regular expressions match one token at a time and cannot
+backtrack over the input.
 """
 
 import re

@@ -21,9 +21,9 @@ import numpy as np
 
 from perilune.data.fusion import FusionConfig
 from perilune.data.media import Media, MediaPrompt, prompt_tokens
-from perilune.data.raster import rasterize
+from perilune.data.raster import decode_png, rasterize, rasterize_png
 from perilune.data.scenes import VERSION as SCENES_VERSION
-from perilune.data.scenes import Sample, ScenesConfig, make_sample
+from perilune.data.scenes import Sample, ScenesConfig, make_sample, page_pool
 from perilune.data.tokenizer import Tokenizer
 
 Task = Literal["svg", "html", "video", "caption", "count", "box", "ocr", "spatial", "chart", "colour", "motion"]
@@ -125,7 +125,12 @@ def pictures(sample: Sample) -> tuple[list[Media], list[list[tuple[str, Media]]]
         drawn = {source: rasterize(source, *sample.size) for source in set(sample.frames)}  # things stop and come back
         frames = [drawn[source] for source in sample.frames]
         return [], [video_media(frames, [number / FRAMES_PER_SECOND for number in range(len(frames))])]
-    return [image_media(rasterize(sample.svg, *sample.size))], []
+    return [image_media(decode_png(still_png(sample)))], []
+
+
+def still_png(sample: Sample) -> bytes:
+    """The picture of a sample that does not move, as a PNG file: the one that came with it, or what resvg draws."""
+    return sample.png or rasterize_png(sample.svg, *sample.size)
 
 
 def question(tokenizer: Tokenizer, exercise: Exercise, *, shown: Sample | None = None) -> MediaPrompt:
@@ -169,4 +174,5 @@ def dialect_fingerprint(config: VisionDataConfig) -> str:
     """What `dialect` is a function of."""
     if not config.dialect_texts:
         return ""
-    return f"dialect {SCENES_VERSION} {config.dialect_texts} {config.tasks!r} {config.scenes!r}"
+    pages = f" {page_pool(config.scenes).digest}" if config.scenes.pages else ""
+    return f"dialect {SCENES_VERSION} {config.dialect_texts} {config.tasks!r} {config.scenes!r}{pages}"

@@ -21,7 +21,7 @@ from perilune.data.media import Media, merge_media
 from perilune.data.packing import IGNORED, PackedBatch
 from perilune.data.rows_ahead import Ahead
 from perilune.data.scenes import VERSION as SCENES_VERSION
-from perilune.data.scenes import icon_pool
+from perilune.data.scenes import icon_pool, page_pool
 from perilune.data.tokenizer import Tokenizer
 from perilune.data.vision_documents import Exercise, VisionDataConfig, VisionDocument, document, exercise
 
@@ -83,9 +83,11 @@ class VisionRows:
         config = self.config
         content = f"vision rows {VERSION} {SCENES_VERSION} {config.scenes!r} {config.tasks!r} {config.train_prompt}"
         shape = f"{self.tokenizer.fingerprint} {self.seq_len} {self.seed} {self.held_out}"
-        # A file of icons may change under its name; without icons nothing comes from outside.
+        # A file of icons or pages may change under its name; without them nothing comes from outside. The name of a
+        # file of pages is not in the repr of the scenes: rows without one are those of runs that knew no such files.
         icons = f" {icon_pool(config.scenes)!r}" if "icon" in config.scenes.kinds else ""
-        return hashlib.sha256(f"{content} {shape}{icons}".encode()).hexdigest()
+        pages = f" {page_pool(config.scenes).digest}" if config.scenes.pages else ""
+        return hashlib.sha256(f"{content} {shape}{icons}{pages}".encode()).hexdigest()
 
     def row(self, index: int) -> VisionRow:
         if index < 0:

@@ -22,7 +22,7 @@ from perilune.data.picture_scores import PictureScore, paired_scores, score_sour
 from perilune.data.pictures import draw_svg
 from perilune.data.raster import encode_png, rasterize_png
 from perilune.data.scenes import Sample
-from perilune.data.vision_documents import PROMPTS, Exercise, question
+from perilune.data.vision_documents import PROMPTS, Exercise, question, still_png
 from perilune.model import Decoder
 from perilune.train.drawing import Answering, answers
 
@@ -103,7 +103,8 @@ def _plain(score: PictureScore, task: str) -> dict[str, float]:
 
 
 def _image(sample: Sample) -> str:
-    return base64.b64encode(rasterize_png(sample.frames[0] if sample.frames else sample.svg, *sample.size)).decode()
+    png = rasterize_png(sample.frames[0], *sample.size) if sample.frames else still_png(sample)
+    return base64.b64encode(png).decode()
 
 
 def _drawn(drawing: Drawing) -> tuple[str | None, str | None]:

@@ -1,6 +1,7 @@
 """Icons, hand-made for these tests: normalised into the dialect, parted by set, skipped with a reason."""
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -127,6 +128,65 @@ def test_a_folder_of_sets_is_read(tmp_path: Path) -> None:
 def test_what_the_dialect_cannot_say_is_named(drawing: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         normalise(_record("odd", drawing))
+
+
+HOSTILE = {
+    "far": (OUTLINE.format('<path d="M1e9 0L5 5"/>'), "point out of range"),
+    "farther": (OUTLINE.format('<path d="M1e999 0L5 5"/>'), "point out of range"),
+    "adding-up": (OUTLINE.format(f'<path d="M0 0{"l20 0" * 50}"/>'), "point out of range"),
+    "round": (OUTLINE.format('<path d="M0 0a1e9 1e9 0 0 1 5 5"/>'), "radius out of range"),
+    "tiny": (OUTLINE.format('<path d="M0 0a1e-300 1e-300 0 0 1 5 5"/>'), "radius out of range"),
+    "turning": (OUTLINE.format('<path d="M0 0a5 5 1e999 0 1 5 5"/>'), "number"),
+    "no-side": (OUTLINE.replace("0 0 24 24", "0 0 0 0").format('<path d="M1 1h5"/>'), "viewBox is not a square of"),
+    "below": (OUTLINE.replace("0 0 24 24", "0 0 -9 -9").format('<path d="M1 1h5"/>'), "viewBox is not a square of"),
+    "endless": (OUTLINE.replace("0 0 24 24", "0 0 inf inf").format('<path d="M1 1h5"/>'), "viewBox is not a square of"),
+    "no-number": (OUTLINE.replace("0 0 24 24", "0 0 nan nan").format('<path d="M1 1h5"/>'), "viewBox is not a square"),
+    "no-pen": (OUTLINE.replace('"2"', '"nan"').format('<path d="M1 1h5"/>'), "stroke out of range"),
+    "thin-pen": (OUTLINE.replace('"2"', '"0"').format('<path d="M1 1h5"/>'), "stroke out of range"),
+    "thick-pen": (OUTLINE.replace('"2"', '"1e300"').format('<path d="M1 1h5"/>'), "stroke out of range"),
+    "long": (OUTLINE.format('<path d="M1 1h5"/>' + " " * (1 << 16)), "too many bytes"),
+    "open": (OUTLINE.format("<!--" * 8000), "declarations or entities"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_an_icon_out_of_all_proportion_is_refused_with_its_reason(name: str) -> None:
+    svg, reason = HOSTILE[name]
+    with pytest.raises(ValueError, match=reason):
+        normalise({**_record(name, ""), "svg": svg})
+
+
+def test_hostile_files_of_a_folder_are_counted_and_never_drawn(tmp_path: Path) -> None:
+    for set_name, names in (("moon", ["cross", "ring", "card"]), ("sun", ["tent"])):
+        (tmp_path / set_name).mkdir()
+        for name in names:
+            (tmp_path / set_name / f"{name}.svg").write_text(OUTLINE.format(DRAWINGS[name]))
+    for name, (svg, _) in HOSTILE.items():
+        (tmp_path / "moon" / f"{name}.svg").write_text(svg)
+    (tmp_path / "moon" / "latin.svg").write_bytes(OUTLINE.format("<title>\xe9</title>").encode("latin-1"))
+    (tmp_path / "moon" / "folder.svg").mkdir()
+    (tmp_path / "moon" / "gone.svg").symlink_to(tmp_path / "nowhere")
+    os.mkfifo(tmp_path / "moon" / "pipe.svg")
+    (tmp_path / "moon" / os.fsdecode(b"\xff.svg")).write_text(OUTLINE.format(DRAWINGS["wave"]))
+    config = ScenesConfig(kinds=("icon",), icons=str(tmp_path), icon_sets=("moon",), icon_held_out_sets=("sun",))
+    pool = icon_pool(config)
+    assert {icon.name for icon in pool.train} == {"cross", "ring", "card"}
+    skipped = dict(pool.skipped)
+    assert skipped["unreadable file"] == 3 and skipped["not UTF-8"] == 1 and skipped["name"] == 1
+    assert sum(skipped.values()) == len(HOSTILE) + 5
+    for index in range(20):
+        sample = make_sample(0, index, config)
+        assert rasterize(sample.svg, *sample.size).shape == (112, 112, 3)
+
+
+@pytest.mark.parametrize(
+    "name, content", [("a.jsonl", b"\xff\n"), ("a.jsonl.zst", b"not zstandard"), ("b.jsonl", b"[" * 99999)]
+)
+def test_a_file_of_icons_that_cannot_be_read_is_named(tmp_path: Path, name: str, content: bytes) -> None:
+    place = tmp_path / name
+    place.write_bytes(content)
+    with pytest.raises(ScenesError, match=name):
+        icon_pool(ScenesConfig(kinds=("icon",), icons=str(place)))
 
 
 def test_files_that_are_no_icons_are_refused_by_name(tmp_path: Path) -> None:

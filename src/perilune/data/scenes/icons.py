@@ -7,7 +7,9 @@
 
 Every element becomes path data, scaled and rounded to whole pixels; strokes get one colour, the rounded width and a
 round pen, and are written in one order (icon_parts.py). What this cannot say (transforms, several colours, ellipses
-that are turned, sources longer than `icon_max_characters`) is left out and counted by reason in `IconPool.skipped`.
+that are turned, sources longer than `icon_max_characters`) is left out and counted by reason in `IconPool.skipped`. So
+is what nobody meant to draw: a file that cannot be read, a square, a pen or a point out of all proportion. Icons are
+drawn in the training process, where a coordinate that the renderer does not bear would end the run.
 
 Of four training samples one is an icon as it is; the others are turned or mirrored, and of these half are put together
 from the lines of two. Held-out samples are icons as they are.
@@ -17,6 +19,7 @@ Sets borrow from each other, so the test side gives way: a held-out icon whose d
 """
 
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -29,6 +32,7 @@ import numpy as np
 from perilune.data.generated import SplitMix
 from perilune.data.scenes.icon_parts import WAYS, in_order, mixed, turned
 from perilune.data.scenes.paths import PathError, Segment, flatten, parse_path, write_path
+from perilune.data.scenes.record_files import read_lines
 from perilune.data.scenes.sample import Draft, Question, Sample, ScenesConfig, ScenesError
 from perilune.data.scenes.shapes import Shape, luma
 from perilune.data.scenes.svg import Picture, write_svg
@@ -38,6 +42,14 @@ MAX_LUMA = 175  # yellow and cyan lines are hard to see on white
 # Two drawings are the same when this share of the cells of each lies in or beside cells of the other. It drops too much
 # rather than too little: of a fork of a set, icons that were redrawn a little go too.
 NEAR = 0.97
+MAX_BYTES = 64 * 1024  # of one icon; the longest of the known sets has 5,236
+MAX_SPAN = 4096.0
+# In sides of the icon's square: points of known sets lie within 1.5 of it; the radii of arcs that are nearly straight
+# reach 372.
+MAX_POINT = 4.0
+MAX_RADIUS = 500.0
+MIN_RADIUS = 1e-4  # squares of what is smaller vanish
+MAX_NAME = 100
 _STEPS = np.linspace(0, 1, 60)  # along a line that crosses the whole grid: under half a cell
 _TAG = re.compile(r"<([A-Za-z][\w:-]*)((?:\s+[\w:-]+\s*=\s*(?:\"[^\"]*\"|'[^']*'))*)\s*/?>")
 _ATTRIBUTE = re.compile(r"([\w:-]+)\s*=\s*(?:\"([^\"]*)\"|'([^']*)')")
@@ -107,43 +119,60 @@ class _Unfit(ValueError):
 # Reading -------------------------------------------------------------------------------------------------------------
 
 
-def read_icons(place: str) -> Iterator[dict[str, str]]:
-    """The records of a folder or file; ScenesError names what is wrong."""
+def read_icons(place: str, skipped: Counter[str] | None = None) -> Iterator[dict[str, str]]:
+    """The records of a folder or file; ScenesError names what is wrong.
+
+    Of a folder, files that cannot be read are left out; `skipped` counts their reasons.
+    """
     path = Path(place)
     if path.is_dir():
+        skipped = Counter() if skipped is None else skipped
         for file in sorted(path.rglob("*.svg")):
             relative = file.relative_to(path)
             parts = relative.parts if len(relative.parts) > 1 else (path.name, *relative.parts)
             style = parts[1] if len(parts) > 2 else "outline"
-            yield {"source": parts[0], "licence": "", "name": file.stem, "style": style, "svg": file.read_text("utf-8")}
+            try:
+                svg = _read_svg(file)
+            except _Unfit as unfit:
+                skipped[str(unfit)] += 1
+                continue
+            yield {"source": parts[0], "licence": "", "name": file.stem, "style": style, "svg": svg}
         return
     if not path.is_file():
         raise ScenesError(f"icons is {place!r}: expected a folder of .svg files or a .jsonl(.zst) file")
-    for number, line in enumerate(_text(path).splitlines(), 1):
+    for number, line in enumerate(read_lines(path, "icons"), 1):
         try:
             record = json.loads(line)
             yield {key: str(record[key]) for key in ("source", "licence", "name", "style", "svg")}
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ScenesError(
                 f"icons {place!r} line {number}: {error!r}; expected source, licence, name, style, svg"
             ) from None
 
 
-def _text(path: Path) -> str:
-    if path.suffix != ".zst":
-        return path.read_text("utf-8")
+def _read_svg(file: Path) -> str:
+    """The text of one file of a folder that somebody else filled: it may be a folder, a pipe or no text at all."""
+    from perilune.data.image_files import read_source  # reads with Pillow, which scenes without icons need not
+    from perilune.data.image_limits import ImageError, ImageLimits
+
     try:
-        import zstandard
-    except ImportError:
-        raise ScenesError(
-            f"icons is {str(path)!r}: reading .zst needs zstandard: pip install 'perilune[train]'"
-        ) from None
-    with path.open("rb") as file:
-        return zstandard.ZstdDecompressor().stream_reader(file).read().decode("utf-8")
+        _, content = read_source(file, ImageLimits(max_bytes=MAX_BYTES))
+        return content.decode("utf-8")
+    except ImageError as error:
+        raise _Unfit("too many bytes" if error.reason == "too many bytes" else "unreadable file") from None
+    except UnicodeDecodeError:
+        raise _Unfit("not UTF-8") from None
 
 
 def normalise(record: dict[str, str]) -> Icon:
     """An icon as one list of segments, or ValueError with the reason."""
+    if len(record["svg"]) > MAX_BYTES:
+        raise _Unfit("too many bytes")
+    if not record["name"].isprintable() or len(record["name"]) > MAX_NAME:
+        raise _Unfit("name")
+    for opens, closes in (("<!--", "-->"), ("<?", "?>")):
+        if record["svg"].rfind(opens) > record["svg"].rfind(closes):  # each would be searched to the end of the text
+            raise _Unfit("declarations or entities")
     svg = re.sub(r"<!--.*?-->|<\?.*?\?>", "", record["svg"], flags=re.DOTALL)
     if "<!" in svg or "&" in svg:
         raise _Unfit("declarations or entities")
@@ -167,6 +196,7 @@ def normalise(record: dict[str, str]) -> Icon:
             segments.extend(_segments(tag, given))
     if not segments:
         raise _Unfit("nothing drawn")
+    _check_proportions(span, None if filled else stroke_width, segments)
     return Icon(
         set_name=record["source"],
         licence=record["licence"],
@@ -183,6 +213,24 @@ def _read_root(given: dict[str, str]) -> tuple[float, float, bool]:
     if len(view) != 4 or view[2] != view[3] or (float(view[0]), float(view[1])) != (0, 0):
         raise _Unfit("viewBox is not a square from 0 0")
     return float(view[2]), float(given.get("stroke-width", 2)), given.get("fill", "black") != "none"
+
+
+def _check_proportions(span: float, stroke_width: float | None, segments: Sequence[Segment]) -> None:
+    """Comparisons that nan fails too."""
+    if not 1 <= span <= MAX_SPAN:
+        raise _Unfit(f"viewBox is not a square of 1 to {MAX_SPAN:g}")
+    if stroke_width is not None and not 0 < stroke_width <= span:
+        raise _Unfit("stroke out of range")
+    for kind, numbers in segments:
+        points = numbers
+        if kind == "A":
+            radii, turn, points = numbers[:2], numbers[2], numbers[5:]
+            if not all(radius == 0 or MIN_RADIUS * span <= abs(radius) <= MAX_RADIUS * span for radius in radii):
+                raise _Unfit("radius out of range")
+            if not math.isfinite(turn):
+                raise _Unfit("number")
+        if not all(abs(point) <= MAX_POINT * span for point in points):
+            raise _Unfit("point out of range")
 
 
 def _segments(tag: str, given: dict[str, str]) -> list[Segment]:
@@ -247,7 +295,7 @@ def _pool(
     skipped: Counter[str] = Counter()
     train: dict[str, Icon] = {}
     held_out: dict[str, Icon] = {}
-    for record in read_icons(place):
+    for record in read_icons(place, skipped):
         tests = any(name in record["source"] for name in test_sets)
         if record["style"] not in styles or not (tests or not sets or any(name in record["source"] for name in sets)):
             continue

@@ -14,6 +14,7 @@ from perilune.data.scenes.animations import animation_scene
 from perilune.data.scenes.charts import chart
 from perilune.data.scenes.icons import icon_scene
 from perilune.data.scenes.layouts import layout
+from perilune.data.scenes.page_files import page_sample
 from perilune.data.scenes.pages import page
 from perilune.data.scenes.plain import plain_scene
 from perilune.data.scenes.questions import caption, scene_questions
@@ -42,6 +43,8 @@ def make_sample(
             kind == "icon"
         ):  # its pools are apart already: by set, or by the hash of the icon in whatever colour and size
             return _finished(icon_scene(dice, config, size, held_out=held_out), with_questions)
+        if kind == "html" and config.pages:  # apart by the hash of the source too, see page_files.py
+            return page_sample(dice, config, held_out=held_out, with_questions=with_questions)
         draft = _MAKERS[kind](dice, config, size)
         if is_held_out(draft.sample.source) == held_out:
             return _finished(draft, with_questions)

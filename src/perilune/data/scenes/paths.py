@@ -214,7 +214,10 @@ def _arc_points(start: Point, numbers: tuple[float, ...], steps: int) -> list[Po
     px, py = cos * half_x + sin * half_y, -sin * half_x + cos * half_y
     grow = math.sqrt(max(1.0, (px / rx) ** 2 + (py / ry) ** 2))
     rx, ry = abs(rx) * grow, abs(ry) * grow
-    rest = max(0.0, (rx * ry) ** 2 / ((rx * py) ** 2 + (ry * px) ** 2) - 1)
+    apart = (rx * py) ** 2 + (ry * px) ** 2
+    if apart == 0:  # ends so near to each other that the squares vanish
+        return [(end_x, end_y)]
+    rest = max(0.0, (rx * ry) ** 2 / apart - 1)
     factor = math.sqrt(rest) * (-1 if bool(large) == bool(sweep) else 1)
     qx, qy = factor * rx * py / ry, -factor * ry * px / rx
     centre_x = cos * qx - sin * qy + (start[0] + end_x) / 2

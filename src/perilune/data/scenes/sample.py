@@ -1,7 +1,7 @@
 """The types of the visual corpus: what a sample holds, and what a config may ask for."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from perilune.data.scenes.shapes import COLOURS, Box, Shape
@@ -50,7 +50,8 @@ class Sample:
     caption: str = ""
     texts: tuple[PlacedText, ...] = ()  # what is written in the picture, in reading order
     values: tuple[tuple[str, int], ...] = ()  # of a chart: label and value of each mark
-    origin: str = ""  # of an icon: set/style/name and licence
+    origin: str = ""  # of an icon: set/style/name and licence; of a page from a file: who drew it
+    png: bytes = field(default=b"", repr=False)  # of a page from a file: its picture, which `svg` need not give
 
     @property
     def source(self) -> str:
@@ -91,6 +92,9 @@ class ScenesConfig:
     icon_held_out_sets: tuple[str, ...] = ()  # test on these; empty: on icons of icon_sets that training never shows
     icon_styles: tuple[str, ...] = ("outline", "icons")
     icon_max_characters: int = 600  # longer sources are left out
+    # a file that `python -m perilune.data.scenes.prerender` wrote: pages with the pictures a browser made of them, for
+    # kind "html"; empty: pages are made on the fly
+    pages: str = field(default="", repr=False)
 
     def __post_init__(self) -> None:
         known = get_args(SampleKind)
@@ -123,5 +127,7 @@ class ScenesConfig:
             raise ScenesError(f"grid is {self.grid!r}: expected a number of pixels, 1 or more")
         if not 0 <= self.background_share <= 1:
             raise ScenesError(f"background_share is {self.background_share!r}: expected a number from 0 to 1")
+        if self.pages and "html" not in self.kinds:
+            raise ScenesError(f"pages is {self.pages!r}, but kinds is {self.kinds!r}: pages are of kind 'html'")
         if "icon" in self.kinds and not self.icons:
             raise ScenesError("icons is '': kind 'icon' needs a folder of .svg files or a .jsonl(.zst) file of icons")
