@@ -1,0 +1,95 @@
+"""Rounds of the queue: what fits is run, what is done comes home, and nothing else is written there."""
+
+import io
+import tarfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.benchmark_scripts import load_script
+
+
+@pytest.fixture
+def script(monkeypatch):
+    return load_script(monkeypatch, "queue_round")
+
+
+def queue(folder: Path, *lines: tuple[str, float]) -> Path:
+    path = folder / "queue.toml"
+    entries = [
+        f"[[experiment]]\ncommand = '''{command}'''\nminutes = {minutes}\nresult = 'x'\n" for command, minutes in lines
+    ]
+    path.write_text("\n".join(entries))
+    return path
+
+
+def write(name: str, text: str = "1") -> str:
+    return f"python -c \"from pathlib import Path; Path('benchmarks/results/{name}').write_text('{text}')\""
+
+
+@pytest.fixture
+def settings(script, tmp_path):
+    (tmp_path / "benchmarks" / "results").mkdir(parents=True)
+    (tmp_path / "benchmarks" / "results" / "old.json").write_text("old")
+    return script.Settings(
+        step="run", seconds=60, bundle=tmp_path / "out" / "results.tar.gz", folder=tmp_path,
+        queue=tmp_path / "queue.toml",
+    )  # fmt: skip
+
+
+def brought(path: Path) -> dict[str, str]:
+    with tarfile.open(path) as archive:
+        return {each.name: archive.extractfile(each).read().decode() for each in archive.getmembers()}
+
+
+def test_lines_that_fit_are_run_and_what_is_new_comes_home(script, settings, tmp_path, capsys):
+    queue(tmp_path, (write("a.json"), 0.1), (write("b.json"), 30), ("exit 3", 0.1), (write("old.json", "new"), 0.1))
+    script.main(settings)
+    assert brought(settings.bundle) == {"benchmarks/results/a.json": "1", "benchmarks/results/old.json": "new"}
+    said = capsys.readouterr().out
+    assert "line 2: no time left" in said and "line 3: failed with status 3" in said and "2 done" in said
+    home = tmp_path / "home"
+    script.main(replace(settings, step="take", file=settings.bundle, folder=home))
+    assert (home / "benchmarks" / "results" / "old.json").read_text() == "new"
+
+
+def test_a_line_that_has_more_to_do_is_given_again(script, settings, tmp_path):
+    again = "n=$(cat n 2>/dev/null || echo 0); echo $((n + 1)) > n; [ $n -ge 2 ] || exit 75"
+    queue(tmp_path, (again, 0.3))
+    (ended,) = script.Round(settings).run()
+    assert ended.how == "done" and (tmp_path / "n").read_text() == "3\n"
+
+
+def test_what_still_runs_at_the_end_is_stopped_and_may_save_first(script, settings, tmp_path):
+    saves = "trap 'echo saved > benchmarks/results/s.json; exit 75' TERM; sleep 60 & wait"
+    queue(tmp_path, (saves, 0.01), ("sleep 60", 0.01), ("echo 1 > benchmarks/results/quick.json", 0.01))
+    (first, second, third) = script.Round(replace(settings, seconds=28, at_a_time=3)).run()
+    assert (first.how, second.how, third.how) == ("stopped", "stopped", "done")
+    assert set(brought(settings.bundle)) == {"benchmarks/results/s.json", "benchmarks/results/quick.json"}
+
+
+def test_chosen_lines_come_in_their_order_and_an_unknown_one_is_named(script, settings, tmp_path):
+    queue(tmp_path, ("echo 1 >> order", 0.1), ("echo 2 >> order", 0.1), ("echo 3 >> order", 0.1))
+    script.Round(replace(settings, lines=(3, 1))).run()
+    assert (tmp_path / "order").read_text() == "3\n1\n"
+    with pytest.raises(SystemExit, match=r"--lines names \[7\]: the queue has lines 1 to 3"):
+        script.chosen(replace(settings, lines=(7,)))
+
+
+@pytest.mark.parametrize("name", ["../evil", "/etc/evil", "src/perilune/evil.py", "benchmarks/results/../../evil"])
+def test_a_bundle_writes_nowhere_but_where_results_are(script, settings, tmp_path, name):
+    path = tmp_path / "evil.tar.gz"
+    with tarfile.open(path, "w:gz") as archive:
+        for each in ("benchmarks/results/fine.json", name):
+            member = tarfile.TarInfo(each)
+            member.size = 1
+            archive.addfile(member, io.BytesIO(b"x"))
+    with pytest.raises(SystemExit, match="expected files of"):
+        script.take(path, tmp_path / "home")
+    assert not (tmp_path / "home").exists()
+
+
+def test_the_real_queue_can_be_shown(script, capsys):
+    script.main(script.Settings(step="show"))
+    assert "minutes in all" in capsys.readouterr().out
