@@ -21,7 +21,7 @@ Mixes are those of benchmarks/parl_traces.py.
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast, get_args
@@ -39,7 +39,7 @@ from perilune.rl.environments.wide_search_play import played
 from perilune.rl.environments.wide_search_policies import CLUMSY, Policy, clumsy, in_groups, serial, unsure
 from perilune.rl.environments.wide_search_questions import TaskKind
 from perilune.rl.environments.wide_search_traces import WIDTHS
-from perilune.rl.parl import Arm, Parl, ParlConfig, arm
+from perilune.rl.parl import Arm, Parl, arm
 from perilune.rl.trajectory import Trajectory
 from perilune.train.environment import describe_environment
 
@@ -158,7 +158,7 @@ def place_of(taken: Sequence[tuple[int, int]]) -> int:
 def learnt(settings: Settings, table: Mapping[str, np.ndarray], mix: Mix, name: Arm, lr: float, seed: int) -> Any:
     """Spawn rate of wide, narrow and chain tasks in every iteration [iterations, 3], and outcomes of wide ones."""
     dice, policy = np.random.default_rng(seed), Simulated.begun(mix)
-    rewards = Parl(arm(name, replace(parl().rl.parl or ParlConfig())))
+    rewards = Parl(arm(name, parl().rl.parl))
     turn = [KINDS.index(kind) for kind in WideSearch().kinds]
     spawned, outcomes = np.full((settings.iterations, len(KINDS)), np.nan), np.zeros(settings.iterations)
     for iteration in range(settings.iterations):

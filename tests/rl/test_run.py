@@ -233,13 +233,15 @@ def test_tasks_that_cannot_be_made_are_counted_and_the_others_are_trained_on(tmp
     settings = config(1, rl={"tasks": 2, "pool": 4}, evaluation=EvaluationConfig(tasks=0))
     train_policy(settings, policy(), tmp_path / "run", environments={"copying": Unmade()}, quiet=True)
     (record,) = records(tmp_path / "run")
-    assert record["tasks_not_made"] == {"copying": 2} and record["episodes"] == 8
+    assert record["failures"] == {"task not made": 2} and record["episodes"] == 8
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "task not made" in page and "number 1 of train: ValueError: number 1 is no task" in page
 
     class Never(Copying):
         def task(self, number, split):
             raise ValueError("nothing here")
 
-    with pytest.raises(LoopError, match="copying makes no task: task 0 of train: ValueError: nothing here"):
+    with pytest.raises(LoopError, match="makes no task: copying, number 0 of train: ValueError: nothing here"):
         train_policy(settings, policy(), tmp_path / "never", environments={"copying": Never()}, quiet=True)
 
 

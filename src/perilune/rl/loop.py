@@ -49,6 +49,8 @@ from perilune.train import checkpoint, random_state
 RECORDS = "records.jsonl"
 CHECKPOINTS = "checkpoints"
 TRAJECTORIES = "trajectories"
+NOT_MADE = "task not made"
+"""What is counted beside episodes that were lost."""
 UNJUDGED = "unjudged"
 """Episodes that were played and could not be judged, by iteration."""
 WAITING = "waiting.jsonl"
@@ -193,9 +195,8 @@ class Loop:
         self._served_version = 0
         self._parked: list[Job] = []
         self._tasks: dict[str, list[Task]] = {}
-        self._not_made: Counter[str] = Counter()
-        """Tasks that an environment could not make, by environment; and an example of each."""
-        self._why_not_made: dict[str, str] = {}
+        self._not_made: list[str] = []
+        """Why tasks could not be made, since the last record."""
         self._ahead: asyncio.Future[Rolled] | None = None
         """The next iteration's episodes, under way or done, with overlap."""
         self._started = False
@@ -342,11 +343,10 @@ class Loop:
             try:
                 tasks.append(environment.task(number, split))
             except Exception as error:
-                self._not_made[environment.name] += 1
-                why = f"task {number} of {split}: {type(error).__name__}: {error}"
-                self._why_not_made.setdefault(environment.name, why)
+                why = f"{environment.name}, number {number} of {split}: {type(error).__name__}: {error}"
+                self._not_made.append(why)
         if not tasks:
-            raise LoopError(f"{environment.name} makes no task: {self._why_not_made[environment.name]}")
+            raise LoopError(f"an environment makes no task: {self._not_made[-count]}")
         return tasks
 
     def _new_jobs(self, iteration: int) -> list[Job]:
@@ -393,6 +393,8 @@ class Loop:
         def mean(name: str) -> float:
             return sum(getattr(update, name) * update.tokens for update in updates) / tokens if tokens else 0.0
 
+        not_made, self._not_made = self._not_made, []
+        lost = collected.failures + Counter({NOT_MADE: len(not_made)})
         return {
             "iteration": self.iteration,
             **means(collected.trajectories),
@@ -400,9 +402,8 @@ class Loop:
             **({} if self.parl is None else {"parl": self.parl.told(self.iteration - 1)}),
             "episodes": len(collected.trajectories),
             "parked": len(collected.parked),
-            "failures": dict(collected.failures),
-            "examples": list(collected.examples),
-            **({"tasks_not_made": dict(self._not_made)} if self._not_made else {}),
+            "failures": dict(lost),
+            "examples": [*collected.examples, *(f"[{NOT_MADE}] {why}" for why in not_made[:1])],
             "empty": collected.num_empty,
             **({"played_again": collected.num_again} if self.config.processes else {}),
             "dropped": dict(self.groups.dropped),
