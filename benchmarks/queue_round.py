@@ -6,8 +6,9 @@
     python benchmarks/queue_round.py run --seconds 560 --bundle OUT/results.tar.gz --at-a-time 3   small ones at once
     python benchmarks/queue_round.py take results.tar.gz                                           at home
 
-A line is begun if its minutes fit into what is left; one that ends with status 75 (there is more to do) is given again
-in the time that its minutes promised. At the end of the time what still runs is asked to stop, which saves, and ended
+A line is begun if its minutes fit into what is left, and if the lines that it names in `after` are done; those that are
+not part of the round count as done. One that ends with status 75 (there is more to do) is given again in the time that
+its minutes promised. At the end of the time what still runs is asked to stop, which saves, and ended
 after a while. Whenever a line is over, the bundle holds all files of benchmarks/results and models that are new or
 changed since the round began, complete or absent, so that a round that is cut off brings home what was done. `take`
 puts them into this folder, and refuses what lies elsewhere. Output of line N goes to stderr, and to FOLDER/line-N.log
@@ -62,6 +63,9 @@ class Line:
     command: str
     minutes: float
     result: str
+    name: str = ""
+    """What other lines call it in `after`."""
+    after: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +77,10 @@ class Ended:
 
 def read_queue(path: Path) -> list[Line]:
     entries = tomllib.loads(path.read_text(encoding="utf-8")).get("experiment", [])
-    return [Line(number=number, **entry) for number, entry in enumerate(entries, start=1)]
+    return [
+        Line(number=number, **{**entry, "after": tuple(entry.get("after", ()))})
+        for number, entry in enumerate(entries, start=1)
+    ]
 
 
 def chosen(settings: Settings) -> list[Line]:
@@ -95,21 +102,61 @@ class Round:
         self.end = time.monotonic() + settings.seconds - RESERVE_SECONDS
         self.before = fingerprints(settings.folder)
         self._bundling = threading.Lock()
+        self._changed = threading.Condition()
+        self._waiting = chosen(settings)
+        self._running: list[Line] = []
+        self._ended: list[Ended] = []
 
     def run(self) -> list[Ended]:
+        """What came of every line, in their order."""
         self.settings.bundle.parent.mkdir(parents=True, exist_ok=True)
         with ThreadPoolExecutor(self.settings.at_a_time) as pool:
-            return list(pool.map(self.line, chosen(self.settings)))
+            for lane in [pool.submit(self._lane) for _ in range(self.settings.at_a_time)]:
+                lane.result()
+        order = [line.number for line in chosen(self.settings)]
+        return sorted(self._ended, key=lambda ended: order.index(ended.line.number))
+
+    def _lane(self) -> None:
+        while (line := self._next()) is not None:
+            ended = self.line(line)
+            with self._changed:
+                self._running.remove(line)
+                self._ended.append(ended)
+                self._changed.notify_all()
+
+    def _next(self) -> Line | None:
+        """The first line that has not to wait for others, when there is one; None when none is left."""
+        with self._changed:
+            while self._waiting:
+                ahead = {line.name for line in (*self._waiting, *self._running)} - {""}
+                ready = [line for line in self._waiting if not ahead & set(line.after) or self._missing(line)]
+                if not ready and not self._running:
+                    ready = self._waiting  # they wait for each other
+                if ready:
+                    line = ready[0]
+                    self._waiting.remove(line)
+                    self._running.append(line)
+                    return line
+                self._changed.wait()
+            return None
+
+    def _missing(self, line: Line) -> list[str]:
+        """Lines that it needs and that ended otherwise than done."""
+        return [ended.line.name for ended in self._ended if ended.how != "done" and ended.line.name in line.after]
 
     def line(self, line: Line) -> Ended:
         began, how = time.monotonic(), "no time left"
-        while 60 * line.minutes <= self.end - time.monotonic() or how == "again":
+        with self._changed:
+            missing = self._missing(line) or [each.name for each in self._waiting if each.name in line.after]
+        if missing:
+            how = f"not begun, {missing[0]} is not done"
+        while not missing and (60 * line.minutes <= self.end - time.monotonic() or how == "again"):
             status = self._command(line)
             how = {0: "done", AGAIN: "again", None: "stopped"}.get(status, f"failed with status {status}")
             if how != "again" or time.monotonic() >= min(self.end, began + 60 * line.minutes):
                 break
         seconds = time.monotonic() - began
-        if how != "no time left":
+        if how != "no time left" and not missing:
             with self._bundling:
                 write_bundle(self.settings.bundle, self.settings.folder, self.before)
         said = f"line {line.number}: {how}, {seconds:.0f} s"

@@ -15,11 +15,15 @@ def script(monkeypatch):
     return load_script(monkeypatch, "queue_round")
 
 
-def queue(folder: Path, *lines: tuple[str, float]) -> Path:
+def queue(folder: Path, *lines: tuple) -> Path:
+    """Lines of (command, minutes), or of (command, minutes, name, after)."""
     path = folder / "queue.toml"
-    entries = [
-        f"[[experiment]]\ncommand = '''{command}'''\nminutes = {minutes}\nresult = 'x'\n" for command, minutes in lines
-    ]
+    entries = []
+    for command, minutes, *order in lines:
+        name, after = order or ("", [])
+        said = {"minutes": minutes, "result": "'x'", "name": f"'{name}'", "after": after}
+        fields = "".join(f"{field} = {value}\n" for field, value in said.items())
+        entries.append(f"[[experiment]]\ncommand = '''{command}'''\n{fields}")
     path.write_text("\n".join(entries))
     return path
 
@@ -67,6 +71,34 @@ def test_what_still_runs_at_the_end_is_stopped_and_may_save_first(script, settin
     (first, second, third) = script.Round(replace(settings, seconds=28, at_a_time=3)).run()
     assert (first.how, second.how, third.how) == ("stopped", "stopped", "done")
     assert set(brought(settings.bundle)) == {"benchmarks/results/s.json", "benchmarks/results/quick.json"}
+
+
+def test_lines_wait_for_all_of_the_name_they_come_after_and_others_go_ahead(script, settings, tmp_path):
+    queue(
+        tmp_path, ("sleep 1; echo model >> order", 0.1, "model", []), ("echo arm >> order", 0.1, "arm", ["model"]),
+        ("sleep 2; echo model >> order", 0.1, "model", []), ("echo alone >> order", 0.1),
+    )  # fmt: skip
+    assert [ended.how for ended in script.Round(replace(settings, at_a_time=3)).run()] == ["done"] * 4
+    assert (tmp_path / "order").read_text().split() == ["alone", "model", "model", "arm"]
+
+
+def test_a_line_whose_model_failed_is_not_begun_nor_what_comes_after_it(script, settings, tmp_path):
+    queue(
+        tmp_path, ("exit 1", 0.1, "model", []), ("echo 1 > arm", 0.1, "arm", ["model"]),
+        ("echo 1 > report", 0.1, "", ["arm"]), ("echo 1 > other", 0.1, "", ["not in this round"]),
+    )  # fmt: skip
+    ended = script.Round(replace(settings, at_a_time=2)).run()
+    assert [each.how for each in ended] == [
+        "failed with status 1", "not begun, model is not done", "not begun, arm is not done", "done",
+    ]  # fmt: skip
+    assert (tmp_path / "other").exists() and not (tmp_path / "arm").exists() and not (tmp_path / "report").exists()
+
+
+def test_lines_that_wait_for_each_other_do_not_hold_up_the_round(script, settings, tmp_path):
+    queue(tmp_path, ("echo 1", 0.1, "a", ["b"]), ("echo 1", 0.1, "b", ["a"]), ("echo 1", 0.1))
+    first, second, third = script.Round(replace(settings, at_a_time=2)).run()
+    assert first.how == "not begun, b is not done" and second.how == "not begun, a is not done"
+    assert third.how == "done"
 
 
 def test_chosen_lines_come_in_their_order_and_an_unknown_one_is_named(script, settings, tmp_path):
