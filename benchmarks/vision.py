@@ -37,7 +37,13 @@ from perilune.data import CorpusConfig, FusionConfig, Tokenizer, VisionRows
 from perilune.data.hostile import HostileInput, RendererMissing
 from perilune.data.html_guard import clean_html
 from perilune.data.media import MediaPrompt
-from perilune.data.picture_scores import PictureScore, bootstrap_interval, paired_scores, score_source
+from perilune.data.picture_scores import (
+    PictureScore,
+    bootstrap_interval,
+    paired_scores,
+    score_animation,
+    score_source,
+)
 from perilune.data.scenes import icon_pool
 from perilune.data.vision_documents import Exercise, ask, pictures
 from perilune.model import Decoder
@@ -325,7 +331,15 @@ def scored(texts: Sequence[str], asked: Sequence[Exercise]) -> dict[str, Any]:
     parses = sum(score.parses for score in own) / len(own) if valid is None else valid
     task = asked[0].task
     found = {"parses": parses, "own": _intervals(own, task), "shuffled": _intervals(others, task)}
-    return {**found, "bar": bar(parses, found["own"]["reward"], found["shuffled"]["reward"])}
+    by_frame = {"pixel_by_frame": pixel_by_frame(texts, asked)} if task == "video" else {}
+    return {**found, **by_frame, "bar": bar(parses, found["own"]["reward"], found["shuffled"]["reward"])}
+
+
+def pixel_by_frame(texts: Sequence[str], asked: Sequence[Exercise]) -> list[list[float]]:
+    """[videos that have such a frame, their mean similarity there], from the first frame on."""
+    scores = [[each.pixel for each in score_animation(text, one.sample)] for text, one in zip(texts, asked)]
+    columns = [[each[number] for each in scores if number < len(each)] for number in range(max(map(len, scores)))]
+    return [[len(column), round(sum(column) / len(column), 4)] for column in columns]
 
 
 def bar(parses: float, own: Sequence[float], shuffled: Sequence[float]) -> dict[str, bool]:

@@ -78,6 +78,19 @@ def test_mixed_frames_are_the_frames_of_the_video_in_another_order(vision):
         assert sorted(moved) == sorted(frames) and moved != frames
 
 
+def test_similarity_by_frame_counts_the_videos_that_have_such_a_frame(vision):
+    config = vision.config_of(vision.Settings(arm="video", tiny=True, workers=0))
+    vision_config = vision.replace(config.data.vision, scenes=vision.replace(config.data.vision.scenes, max_frames=8))
+    rows = vision.VisionRows(vision_config, vision.Tokenizer.train([], 512), seq_len=512, seed=0, held_out=True)
+    asked = rows.examples(6, task="video")
+    lengths = [len(each.sample.frames) for each in asked]
+    assert min(lengths) < max(lengths)
+    found = vision.pixel_by_frame([each.answer for each in asked], asked)
+    assert found == [[sum(number < length for length in lengths), 1.0] for number in range(max(lengths))]
+    nothing = vision.pixel_by_frame(["no picture"] * 6, asked)
+    assert [similarity for _, similarity in nothing] == [0.0] * max(lengths)
+
+
 def test_steps_are_those_of_the_arm_unless_others_are_asked_for(vision, inside, monkeypatch):
     monkeypatch.setattr(vision, "TINY_STEPS", 6)
     monkeypatch.setattr(vision, "steps_for", lambda config, seconds: 4)
