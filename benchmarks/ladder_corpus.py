@@ -18,8 +18,10 @@ import tarfile
 import urllib.parse
 import urllib.request
 import zipfile
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from http.client import HTTPException
 from pathlib import Path
 
 import tyro
@@ -56,8 +58,8 @@ def fetch(pin: str, folder: Path) -> str:
         if archive is None:
             return f"{pin}: no source archive"
         _unpack(archive, folder)
-    except (OSError, tarfile.TarError, zipfile.BadZipFile, json.JSONDecodeError) as error:
-        return f"{pin}: {error}"
+    except (OSError, HTTPException, tarfile.TarError, zipfile.BadZipFile, zlib.error, EOFError, ValueError) as error:
+        return f"{pin}: {type(error).__name__}: {error}"
     mark.touch()
     return pin
 
@@ -67,7 +69,7 @@ def _mark(pin: str, folder: Path) -> Path:
 
 
 def _archive(name: str, version: str) -> bytes | None:
-    """The newest description of a package holds the files of its newest version; older ones stand in the index."""
+    """None when the version has no source archive."""
     described = json.loads(_get(f"https://pypi.org/pypi/{name}/json"))
     files = described["urls"] if described["info"]["version"] == version else described["releases"].get(version, [])
     sources = [file for file in files if file["packagetype"] == "sdist"]

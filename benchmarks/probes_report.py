@@ -38,6 +38,7 @@ NAMES = {
 }
 MARKERS = "osD^vX"
 SHORT_MARK = "*"
+SOLVED = 0.99
 Row = dict[str, Any]
 
 
@@ -59,7 +60,9 @@ def main(settings: Settings) -> None:
 
 
 def best_attempts(rows: Iterable[Row]) -> dict[tuple[str, str, int], list[Row]]:
-    """(task, arm, length) -> the rows, one a seed, of the attempt that came out best; finished ones before others."""
+    """(task, arm, length) -> the rows, one a seed, of the attempt that came out best; finished ones before others.
+
+    Of those that reached SOLVED, where training ends, the one that took fewest tokens."""
     attempts: dict[tuple[str, str, int], dict[tuple[float, bool], list[Row]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         if row["accuracy"] is not None:
@@ -68,7 +71,8 @@ def best_attempts(rows: Iterable[Row]) -> dict[tuple[str, str, int], list[Row]]:
 
     def rank(group: list[Row]) -> tuple[bool, float, float]:
         is_finished = all(row["finished"] for row in group)
-        return is_finished, fmean(row["accuracy"] for row in group), -fmean(row["steps"] for row in group)
+        accuracy = min(SOLVED, fmean(row["accuracy"] for row in group))
+        return is_finished, accuracy, -fmean(map(tokens_of, group))
 
     return {place: max(groups.values(), key=rank) for place, groups in attempts.items()}
 
@@ -94,7 +98,7 @@ def table(rows: Sequence[Row]) -> list[str]:
                 lines.append(f"| {task} | {NAMES[arm]} | {' | '.join(cells)} |")
         lines.append(f"| {task} | a blind guess | {' | '.join(f'{blind(task, length):.1%}' for length in lengths)} |")
     shown = [row for group in best.values() for row in group]
-    lines += ["", f"Accuracy on held-out rows and tokens trained on, at most {_most(shown)}; training ends at 99%."]
+    lines += ["", f"Accuracy on held-out rows and tokens trained on, {_most(rows)} at most; training ends at 99%."]
     if any(map(short_steps, shown)):
         lines.append(
             f"{SHORT_MARK}: up to {_millions(tokens_of({**row, 'steps': short_steps(row)}) for row in shown)} of them "

@@ -11,8 +11,7 @@ not part of the round count as done. One that ends with status 75 (there is more
 its minutes promised. At the end of the time what still runs is asked to stop, which saves, and ended
 after a while. Whenever a line is over, the bundle holds all files of benchmarks/results and models that are new or
 changed since the round began, complete or absent, so that a round that is cut off brings home what was done. `take`
-puts them into this folder, and refuses what lies elsewhere. Output of line N goes to stderr, and to FOLDER/line-N.log
-beside the bundle.
+puts them into this folder, and refuses what lies elsewhere. Output of line N goes to line-N.log beside the bundle.
 """
 
 import hashlib
@@ -118,11 +117,14 @@ class Round:
 
     def _lane(self) -> None:
         while (line := self._next()) is not None:
-            ended = self.line(line)
-            with self._changed:
-                self._running.remove(line)
-                self._ended.append(ended)
-                self._changed.notify_all()
+            ended = Ended(line=line, how="failed", seconds=0.0)
+            try:
+                ended = self.line(line)
+            finally:  # others may wait for it
+                with self._changed:
+                    self._running.remove(line)
+                    self._ended.append(ended)
+                    self._changed.notify_all()
 
     def _next(self) -> Line | None:
         """The first line that has not to wait for others, when there is one; None when none is left."""
@@ -165,8 +167,8 @@ class Round:
 
     def _command(self, line: Line) -> int | None:
         """Its status; None where it had to be stopped."""
-        # The interpreter that runs this, under the name that the queue gives it.
-        command = f'python() {{ {shlex.quote(sys.executable)} "$@"; }}; {line.command}'
+        # The interpreter that runs this, under the name that the queue gives it. Asked to stop, the shell waits for it.
+        command = f'trap : TERM; python() {{ {shlex.quote(sys.executable)} "$@"; }}; {line.command}'
         log = self.settings.bundle.with_name(f"line-{line.number}.log")
         with log.open("ab") as file:
             process = subprocess.Popen(

@@ -8,9 +8,10 @@
 
 An arm trains a run of recipes/vision.py for its own number of steps (STEPS; a card that does other work too must not
 change what is trained), draws held-out pictures greedily and writes a row to benchmarks/results/vision.json. A row has
-the share of answers that parse, pixel similarity, shape F1 and their sum, the same against other pictures, with 95%
-intervals; whether they meet the bar (`bar`); text bits per byte; of icons, how many there are and how many were left
-out for which reason. Answers are kept beside it, so that pages can be scored on a machine with Chromium.
+the share of answers that parse, pixel similarity, shape F1 and the reward made of them (data/picture_scores.py), the
+same against other pictures, with 95% intervals; whether they meet the bar (`bar`); of videos the similarity by frame;
+text bits per byte; of icons, how many there are and how many were left out for which reason. Answers are kept beside
+it, so that pages can be scored on a machine with Chromium.
 
 The fusion arms and the text-only one are a comparison: the same text, the same number of vision rows, equal steps. Text
 is validated every fiftieth of the run (`text_curve`); the dip is by how much it is worse after pictures enter than
@@ -396,8 +397,11 @@ def _answers_path(settings: Settings) -> Path:
 
 
 def _write_json(path: Path, value: Any) -> None:
+    """Complete or as it was."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(value, indent=1) + "\n")
+    partial = path.with_name(f".{path.name}")
+    partial.write_text(json.dumps(value, indent=1) + "\n")
+    os.replace(partial, path)
 
 
 def add_row(path: Path, row: dict[str, Any]) -> None:

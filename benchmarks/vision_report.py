@@ -43,13 +43,18 @@ class Difference:
 
 def difference(rows: Sequence[Row], arm: str, other: str, value: Callable[[Row], float]) -> Difference | None:
     """Of `arm` over `other`, seed by seed; None with fewer than two seeds that both have."""
-    found = {each: {row["seed"]: value(row) for row in rows if row["arm"] == each} for each in (arm, other)}
+    found = {each: {row["seed"]: value(row) for row in _of(rows, each, value)} for each in (arm, other)}
     paired = [found[arm][seed] - found[other][seed] for seed in sorted(found[arm].keys() & found[other].keys())]
     if len(paired) < 2:
         return None
     mean = fmean(paired)
     half = two_sided_quantile(CONFIDENCE, len(paired) - 1) * stdev(paired) / math.sqrt(len(paired))
     return Difference(mean=mean, low=mean - half, high=mean + half, seeds=len(paired))
+
+
+def _of(rows: Sequence[Row], arm: str, value: Callable[[Row], float]) -> list[Row]:
+    """Its rows that have such a value; drawings that nothing could score have none."""
+    return [row for row in rows if row["arm"] == arm and (value is not reward or row.get("own"))]
 
 
 def reward(row: Row) -> float:
@@ -65,13 +70,15 @@ def text(row: Row) -> float:
 
 def drawing_table(rows: Sequence[Row]) -> list[str]:
     lines = [
-        "| arm | parses | pixels | shapes (F1) | score | against other pictures | frames mixed up | steps |",
-        "|---|---|---|---|---|---|---|---|",
+        "| arm | seed | parses | pixels | shapes (F1) | score | against other pictures | frames mixed up | steps |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
-    for row in sorted((row for row in rows if row["arm"] in DRAWING), key=lambda row: DRAWING.index(row["arm"])):
+    drawn = [row for row in rows if row["arm"] in DRAWING]
+    for row in sorted(drawn, key=lambda row: (DRAWING.index(row["arm"]), row["seed"])):
         own = row.get("own") or {}
         cells = [
             row["arm"],
+            str(row["seed"]),
             f"{row['parses']:.1%}",
             _interval(own.get("pixel")),
             _interval(own.get("f1")),
@@ -86,6 +93,16 @@ def drawing_table(rows: Sequence[Row]) -> list[str]:
 
 def _interval(found: Sequence[float] | None) -> str:
     return "-" if found is None else f"{found[0]:.3f} [{found[1]:.3f}, {found[2]:.3f}]"
+
+
+def frames_line(rows: Sequence[Row]) -> list[str]:
+    """Similarity of videos by frame."""
+    found = [row for row in rows if row.get("pixel_by_frame")]
+    return [
+        f"Similarity by frame, seed {row['seed']}: " + ", ".join(f"{value:.2f}" for _, value in row["pixel_by_frame"])
+        + f"; {row['pixel_by_frame'][0][0]} videos have the first, {row['pixel_by_frame'][-1][0]} the last"
+        for row in found
+    ]  # fmt: skip
 
 
 def fusion_table(rows: Sequence[Row]) -> list[str]:
@@ -142,10 +159,11 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     axes = figure.add_subplot()
     control = {row["seed"]: dict(row["text_curve"]) for row in rows if row["arm"] == "text-only"}
     for number, (arm, name) in enumerate(list(FUSION.items())[:-1]):
-        for row in (row for row in rows if row["arm"] == arm and row["seed"] in control):
+        for place, row in enumerate(row for row in rows if row["arm"] == arm and row["seed"] in control):
             points = [(step, value / control[row["seed"]][step] - 1) for step, value in row["text_curve"]]
-            label = name if row["seed"] == min(control) else None
-            axes.plot(*zip(*points), color=LIGHT.series[number], linewidth=1.2, label=label)
+            # The later one lies below: until pictures enter, mid and late are the same run.
+            style = {"color": LIGHT.series[number], "linewidth": 1.2, "zorder": 4 - number}
+            axes.plot(*zip(*points), label="" if place else name, **style)
     axes.axhline(0, color=LIGHT.muted, linewidth=1)
     axes.set_ylim(-0.06, 0.07)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:+.0%}")
@@ -163,8 +181,8 @@ def main(settings: Settings) -> None:
     if not settings.results.exists():
         raise SystemExit(f"{settings.results} is not there: python benchmarks/vision.py ARM writes it")
     rows = [row for row in json.loads(settings.results.read_text()) if not row["tiny"]]
-    tables = (drawing_table(rows), fusion_table(rows), difference_table(rows))
-    print("\n\n".join("\n".join(lines) for lines in tables))
+    tables = (drawing_table(rows), frames_line(rows), fusion_table(rows), difference_table(rows))
+    print("\n\n".join("\n".join(lines) for lines in tables if lines))
     if settings.png is not None:
         plot(rows, settings.png)
         print(f"\nplot: {settings.png}")

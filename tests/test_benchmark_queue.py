@@ -73,6 +73,20 @@ def test_what_still_runs_at_the_end_is_stopped_and_may_save_first(script, settin
     assert set(brought(settings.bundle)) == {"benchmarks/results/s.json", "benchmarks/results/quick.json"}
 
 
+def test_a_program_that_takes_a_while_to_save_is_waited_for(script, settings, tmp_path):
+    program = tmp_path / "saves.py"
+    program.write_text(
+        "import signal, sys, time\nfrom pathlib import Path\n"
+        "def stop(*_):\n    time.sleep(2)\n    Path('benchmarks/results/saved.json').write_text('1')\n"
+        "    sys.exit(75)\n"
+        "signal.signal(signal.SIGTERM, stop)\nPath('begun').touch()\ntime.sleep(60)\n"
+    )
+    queue(tmp_path, (f"python {program} && echo 1 > benchmarks/results/next.json", 0.01))
+    (ended,) = script.Round(replace(settings, seconds=script.RESERVE_SECONDS + 3)).run()
+    assert (tmp_path / "begun").exists() and ended.how == "stopped"
+    assert set(brought(settings.bundle)) == {"benchmarks/results/saved.json"}
+
+
 def test_lines_wait_for_all_of_the_name_they_come_after_and_others_go_ahead(script, settings, tmp_path):
     queue(
         tmp_path, ("sleep 1; echo model >> order", 0.1, "model", []), ("echo arm >> order", 0.1, "arm", ["model"]),
@@ -107,6 +121,13 @@ def test_chosen_lines_come_in_their_order_and_an_unknown_one_is_named(script, se
     assert (tmp_path / "order").read_text() == "3\n1\n"
     with pytest.raises(SystemExit, match=r"--lines names \[7\]: the queue has lines 1 to 3"):
         script.chosen(replace(settings, lines=(7,)))
+
+
+def test_lines_of_the_queue_come_after_lines_that_are_there(script):
+    lines = script.read_queue(script.ROOT / "benchmarks" / "queue.toml")
+    names = {line.name: line.number for line in lines if line.name}
+    for line in lines:
+        assert all(names[name] < line.number for name in line.after), line
 
 
 @pytest.mark.parametrize("name", ["../evil", "/etc/evil", "src/perilune/evil.py", "benchmarks/results/../../evil"])

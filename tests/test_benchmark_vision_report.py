@@ -55,7 +55,8 @@ def test_tables_hold_what_is_there_and_say_what_is_shown(report):
 
 def test_drawings_that_no_browser_scored_leave_their_cells_empty(report):
     (line,) = report.drawing_table([row("html", 0, 1.0, parses=0.5, steps=10)])[2:]
-    assert line == "| html | 50.0% | - | - | - | - | - | 10 |"
+    assert line == "| html | 0 | 50.0% | - | - | - | - | - | 10 |"
+    assert report.difference([row("a", n, 1.0) for n in (0, 1)] * 2, "a", "a", report.reward) is None
 
 
 def test_the_plot_is_written_and_a_missing_file_is_named(report, tmp_path):
@@ -70,4 +71,4 @@ def test_the_committed_results_make_tables(report, capsys):
     report.main(report.Settings(results=SCRIPT.parent / "results" / "vision.json"))
     said = capsys.readouterr().out
     rows = json.loads((SCRIPT.parent / "results" / "vision.json").read_text())
-    assert all(f"| {row['arm']} |" in said for row in rows if row["arm"] in report.DRAWING)
+    assert all(f"| {row['arm']} | {row['seed']} |" in said for row in rows if row["arm"] in report.DRAWING)
