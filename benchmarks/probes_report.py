@@ -98,7 +98,7 @@ def table(rows: Sequence[Row]) -> list[str]:
                 lines.append(f"| {task} | {NAMES[arm]} | {' | '.join(cells)} |")
         lines.append(f"| {task} | a blind guess | {' | '.join(f'{blind(task, length):.1%}' for length in lengths)} |")
     shown = [row for group in best.values() for row in group]
-    lines += ["", f"Accuracy on held-out rows and tokens trained on, {_most(rows)} at most; training ends at 99%."]
+    lines += ["", f"Accuracy on held-out rows and tokens trained on, at most {_most(rows)}; training ends at 99%."]
     if any(map(short_steps, shown)):
         lines.append(
             f"{SHORT_MARK}: up to {_millions(tokens_of({**row, 'steps': short_steps(row)}) for row in shown)} of them "

@@ -201,6 +201,7 @@ def test_the_report_shows_the_best_attempt_its_tokens_and_what_helped(report: Mo
     rows = [
         _row("kda", 256, 0.2, lr=0.0005),
         _row("kda", 256, 0.995, steps=500),
+        _row("kda", 256, 0.999, lr=0.005, steps=900),
         _row("kda", 512, 0.8, finished=False),
         _row("mla", 256, 0.07),
         _row("mla", 256, 0.991, steps=2000, short_steps=1500, tokens_per_step=32_768),
@@ -210,13 +211,13 @@ def test_the_report_shows_the_best_attempt_its_tokens_and_what_helped(report: Mo
     ]
     lines = report.table(rows)
     assert lines[0] == "| task | attention | 256 | 512 |"
-    assert "| mqar | KDA | 99.5%, 16.4M | 80.0%, 32.8M ... |" in lines
+    assert "| mqar | KDA | 99.5%, 16.4M | 80.0%, 32.8M ... |" in lines, "of attempts that solve it, the cheapest"
     assert "| mqar | MLA, no positions | 99.1%, 65.5M* | - |" in lines
     assert "| mqar | KDA, then MLA | 40.0%, 32.8M | - |" in lines, "a finished attempt before one that was stopped"
     assert "| mqar | a blind guess | 6.2% | 3.1% |" in lines
     text = "\n".join(lines)
     assert "at most 32.8M or 65.5M with *;" in text and "*: up to 49.2M of them" in text
-    assert "*:" not in "\n".join(report.table(rows[:3]))
+    assert "*:" not in "\n".join(report.table(rows[:4]))
     picture, results = tmp_path / "probes.png", tmp_path / "probes.json"
     results.write_text(json.dumps({"rows": rows}))
     report.main(report.Settings(results=results, png=picture))
