@@ -1,24 +1,17 @@
 """benchmarks/vision_report.py: differences of paired seeds by hand, tables of whatever is there."""
 
-import importlib.util
 import json
-import sys
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-SCRIPT = Path(__file__).parents[1] / "benchmarks" / "vision_report.py"
+from tests.benchmark_scripts import FOLDER, load_script
+
+RESULTS = FOLDER / "results" / "vision.json"
 
 
-@pytest.fixture(scope="module")
-def report() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("benchmark_vision_report", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["benchmark_vision_report"] = module
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture
+def report(monkeypatch):
+    return load_script(monkeypatch, "vision_report")
 
 
 def row(arm: str, seed: int, text: float, reward: float | None = None, **more) -> dict:
@@ -68,7 +61,7 @@ def test_the_plot_is_written_and_a_missing_file_is_named(report, tmp_path):
 
 
 def test_the_committed_results_make_tables(report, capsys):
-    report.main(report.Settings(results=SCRIPT.parent / "results" / "vision.json"))
+    report.main(report.Settings(results=RESULTS))
     said = capsys.readouterr().out
-    rows = json.loads((SCRIPT.parent / "results" / "vision.json").read_text())
+    rows = json.loads(RESULTS.read_text())
     assert all(f"| {row['arm']} | {row['seed']} |" in said for row in rows if row["arm"] in report.DRAWING)
