@@ -128,9 +128,9 @@ class Settings:
     memory_gib: float = 4.0
     """The most that the engine's pages and states may take of the card, which other arms share. All sequences at their
     longest fill 1.1 GiB of a hybrid and 3.4 of all MLA; the rest remembers prefixes."""
-    row_tokens: int = 32_768
+    row_tokens: int = 16_384
     """Of a forward and backward pass. Each takes at most 0.4 MiB of the card (what is saved for the backward on a CPU),
-    which makes 13 GiB, and a process less than 20."""
+    which makes 7 GiB, and a process less than 14: six arms fit side by side."""
     overlap: bool = False
     """Play the next iteration while this one is learnt from."""
     out: Path = Path("runs/rl")

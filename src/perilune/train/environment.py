@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+COMMIT_VARIABLE = "PERILUNE_COMMIT"
+
 
 def describe_environment(device: torch.device) -> dict[str, str]:
     machine = f"{platform.machine()}, {os.cpu_count()} cores"
@@ -34,12 +36,13 @@ def _version() -> str:
 
 
 def _commit() -> str:
-    """Of the checkout this file lies in; empty for an installed package or without git."""
+    """Of the checkout this file lies in; without one, or without git, what PERILUNE_COMMIT says."""
+    told = os.environ.get(COMMIT_VARIABLE, "")
     command = ["git", "rev-parse", "--short", "HEAD"]
     try:
         answer = subprocess.run(
             command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return answer.stdout.strip() if answer.returncode == 0 else ""
+        return told
+    return answer.stdout.strip() if answer.returncode == 0 else told
