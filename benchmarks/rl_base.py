@@ -42,7 +42,7 @@ from rl_texts import LESSONS, SCENES, texts, write_dialogues, write_mini
 from perilune.data import Corpus, CorpusConfig, FusionConfig, Tokenizer
 from perilune.data.chat_rows import ChatDataConfig, ChatRows
 from perilune.data.picture_dialogues import KINDS, Kind
-from perilune.model import Decoder
+from perilune.model import Decoder, RopeConfig
 from perilune.recipes.pretrain import micro
 from perilune.recipes.sft import sft
 from perilune.recipes.vision import vision_small
@@ -140,12 +140,14 @@ def base_config(settings: Settings, corpus: Path) -> RunConfig:
     run = vision_small()
     vision = run.data.vision
     assert vision is not None
-    pattern = None if settings.pattern == "hybrid" else ("mla",) * run.model.num_hidden_layers
+    pattern, rope = None, None  # in a hybrid, KDA says where things are
+    if settings.pattern == "mla":
+        pattern, rope = ("mla",) * run.model.num_hidden_layers, RopeConfig()
     run = replace(
         run,
         name=f"base-{settings.pattern}",
         seed=settings.seed,
-        model=replace(run.model, layer_types=pattern),
+        model=replace(run.model, layer_types=pattern, mla=replace(run.model.mla, rope=rope)),
         data=replace(
             run.data,
             corpus=CorpusConfig(source=str(corpus), split_field="split"),
@@ -168,9 +170,10 @@ def tiny(run: RunConfig) -> RunConfig:
     assert vision is not None and run.model.vision is not None
     tower = replace(run.model.vision, hidden_size=16, num_hidden_layers=1, intermediate_size=32)
     pattern = None if run.model.layer_types is None else ("mla",) * small.num_hidden_layers
+    mla = replace(small.mla, rope=run.model.mla.rope)
     return replace(
         run,
-        model=replace(small, vocab_size=640, vision=tower, layer_types=pattern),
+        model=replace(small, vocab_size=640, vision=tower, layer_types=pattern, mla=mla),
         data=replace(
             run.data, vocab_size=640, seq_len=512, vision=replace(vision, workers=0, dialect_texts=200)
         ),

@@ -36,13 +36,14 @@ def _version() -> str:
 
 
 def _commit() -> str:
-    """Of the checkout this file lies in; without one, or without git, what PERILUNE_COMMIT says."""
-    told = os.environ.get(COMMIT_VARIABLE, "")
+    """What PERILUNE_COMMIT says, for a copy of the tree; else of the checkout this file lies in, if there is one."""
+    if told := os.environ.get(COMMIT_VARIABLE, ""):
+        return told
     command = ["git", "rev-parse", "--short", "HEAD"]
     try:
         answer = subprocess.run(
             command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
-        return told
-    return answer.stdout.strip() if answer.returncode == 0 else told
+        return ""
+    return answer.stdout.strip() if answer.returncode == 0 else ""
