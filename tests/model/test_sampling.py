@@ -13,7 +13,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from perilune.model import SamplingConfig, sampling
-from perilune.model.sampling import FINE, NOT_A_NUMBER, NOTHING_ALLOWED, Settings, draw, splitmix64, uniform
+from perilune.model.sampling import (
+    FINE,
+    NOT_A_NUMBER,
+    NOTHING_ALLOWED,
+    Settings,
+    draw,
+    scrambled,
+    splitmix64,
+    uniform,
+)
+from perilune.model.sampling import (
+    uniforms as many_uniforms,
+)
 
 Row = tuple[float, int, float, float, float]  # temperature, top_k, top_p, min_p, uniform
 
@@ -54,6 +66,13 @@ def inverse(probabilities: dict[int, Fraction], u: float) -> set[int]:
 
 
 # --- the generator ----------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**40)), min_size=1, max_size=20))
+def test_many_numbers_at_once_are_those_of_one_at_a_time(pairs: list[tuple[int, int]]) -> None:
+    seeds, indices = zip(*pairs, strict=True)
+    found = many_uniforms(scrambled(seeds), np.array(indices, np.uint64))
+    assert found.tolist() == [uniform(seed, index) for seed, index in pairs]
 
 
 def test_splitmix64_gives_its_published_outputs() -> None:

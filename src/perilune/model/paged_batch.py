@@ -44,20 +44,20 @@ class Run(Protocol):
 
 def decode_numbers(runs: Sequence[Run], *, page_size: int, scratch_row: int, num_rows: int | None = None) -> np.ndarray:
     """[6, num_rows] int32 of runs of one token; rows past the runs are padding."""
-    columns = [
-        (
-            max(run.tokens[0], 0),
-            run.start,
-            run.pages[run.start // page_size] * page_size + run.start % page_size if run.pages else scratch_row,
-            run.slot,
-            run.start + 1,
-            -1 if run.late_row is None else run.late_row,
-        )
-        for run in runs
-    ]
-    padding = (0, 0, scratch_row, -1, 0, -1)
-    columns += [padding] * (0 if num_rows is None else num_rows - len(runs))
-    return np.ascontiguousarray(np.array(columns, np.int32).reshape(-1, 6).T)
+    count = len(runs)
+    numbers = np.empty((6, count if num_rows is None else num_rows), np.int32)
+    numbers[:, count:] = np.array([[0], [0], [scratch_row], [-1], [0], [-1]])
+    if count:
+        starts = np.array([run.start for run in runs], np.int64)
+        pages = [run.pages[run.start // page_size] if run.pages else -1 for run in runs]
+        places = np.array(pages, np.int64) * page_size + starts % page_size
+        numbers[TOKEN, :count] = np.maximum([run.tokens[0] for run in runs], 0)
+        numbers[POSITION, :count] = starts
+        numbers[WRITE_ROW, :count] = np.where(places < 0, scratch_row, places)
+        numbers[SLOT, :count] = [run.slot for run in runs]
+        numbers[LENGTH, :count] = starts + 1
+        numbers[LATE, :count] = [-1 if run.late_row is None else run.late_row for run in runs]
+    return numbers
 
 
 def page_table(runs: Sequence[Run], *, num_rows: int | None = None, width: int | None = None) -> np.ndarray:

@@ -47,6 +47,23 @@ def uniform(seed: int, index: int) -> float:
     return (splitmix64(splitmix64(seed, 0), index) >> 11) * 2.0**-53
 
 
+def uniforms(seeds: np.ndarray, indices: np.ndarray) -> np.ndarray:
+    """`uniform` of many pairs at once; seeds as `scrambled` gives them, both uint64 [N]."""
+    return (_mixed(seeds + (indices + np.uint64(1)) * np.uint64(_GOLDEN)) >> np.uint64(11)) * 2.0**-53
+
+
+def scrambled(seeds: Sequence[int]) -> np.ndarray:
+    """uint64 [N], for `uniforms`."""
+    return _mixed(np.array([seed & _MASK for seed in seeds], np.uint64) + np.uint64(_GOLDEN))
+
+
+def _mixed(z: np.ndarray) -> np.ndarray:
+    """Sums and products of uint64 wrap around, as they do in `splitmix64`."""
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
 # --- drawing ----------------------------------------------------------------------------------------------------------
 
 FINE, NOT_A_NUMBER, NOTHING_ALLOWED = 0, 1, 2
@@ -63,13 +80,13 @@ MAX_SHORT = 1024  # top-k up to here looks for the k largest; beyond, rows are s
 class Settings:
     """Of a batch, one entry per row, on the host: which rows need which work is known without asking the device."""
 
-    temperature: Sequence[float]
+    temperature: Sequence[float] | np.ndarray
     """0 is greedy."""
-    top_k: Sequence[int]
+    top_k: Sequence[int] | np.ndarray
     """0 keeps all."""
-    top_p: Sequence[float]
-    min_p: Sequence[float]
-    uniform: Sequence[float]
+    top_p: Sequence[float] | np.ndarray
+    min_p: Sequence[float] | np.ndarray
+    uniform: Sequence[float] | np.ndarray
 
     def __post_init__(self) -> None:
         lengths = {each.name: len(getattr(self, each.name)) for each in fields(self)}
@@ -88,34 +105,44 @@ def draw(logits_NV: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
     largest_N, ids_N = logits_NV.max(dim=-1)  # NaN counts as largest, and the first of equals is taken
     not_a_number = torch.where(largest_N < torch.inf, FINE, NOT_A_NUMBER)
     problems_N = torch.where(largest_N == -torch.inf, NOTHING_ALLOWED, not_a_number)
-    groups: dict[int, list[int]] = {}  # how many of the largest weights the cuts have to see -> rows
-    for row, temperature in enumerate(settings.temperature):
-        if temperature > 0:
-            groups.setdefault(_width(settings.top_k[row], settings.top_p[row], logits_NV.shape[1]), []).append(row)
-    for width, rows in groups.items():
+    columns = np.stack(
+        [
+            np.asarray(column, np.float64)
+            for column in (settings.temperature, settings.top_k, settings.top_p, settings.min_p, settings.uniform)
+        ]
+    )
+    widths = _widths(columns, logits_NV.shape[1])
+    for width in np.unique(widths):
+        if width < 0:
+            continue
+        rows = np.flatnonzero(widths == width)
         tile = max(1, TILE_ELEMENTS // logits_NV.shape[1])
         for start in range(0, len(rows), tile):
             some = rows[start : start + tile]
             if len(some) == len(logits_NV):
-                ids_N = _drawn(logits_NV, largest_N, settings, some, width)
+                ids_N = _drawn(logits_NV, largest_N, columns, int(width))
             else:
-                index_n = to_device(np.array(some), logits_NV.device)
-                ids_N[index_n] = _drawn(logits_NV[index_n], largest_N[index_n], settings, some, width)
+                index_n = to_device(some, logits_NV.device)
+                ids_N[index_n] = _drawn(logits_NV[index_n], largest_N[index_n], columns[:, some], int(width))
     return torch.where(problems_N == FINE, ids_N, 0), problems_N
 
 
-def _width(top_k: int, top_p: float, vocab_size: int) -> int:
-    """0: no cut needs the weights in order. Rows share a width so that a few of them do not make all of them sort."""
-    if 0 < top_k <= MAX_SHORT and top_k < vocab_size:
-        return min(MAX_SHORT, vocab_size)
-    return vocab_size if top_p < 1 or 0 < top_k < vocab_size else 0
+def _widths(columns: np.ndarray, vocab_size: int) -> np.ndarray:
+    """How many of the largest weights the cuts of each row have to see, [N]; -1: the row is greedy.
+
+    0: no cut needs the weights in order. Rows share a width so that a few of them do not make all of them sort.
+    """
+    temperature, top_k, top_p = columns[:3]
+    cuts = (top_k > 0) & (top_k < vocab_size)
+    widths = np.where(cuts | (top_p < 1), vocab_size, 0)
+    widths[cuts & (top_k <= MAX_SHORT)] = min(MAX_SHORT, vocab_size)
+    widths[temperature <= 0] = -1
+    return widths
 
 
-def _drawn(logits_NV: Tensor, largest_N: Tensor, settings: Settings, rows: list[int], width: int) -> Tensor:
+def _drawn(logits_NV: Tensor, largest_N: Tensor, columns: np.ndarray, width: int) -> Tensor:
     vocab_size = logits_NV.shape[1]
-    columns = (settings.temperature, settings.top_k, settings.top_p, settings.min_p, settings.uniform)
-    chosen = np.array([[float(column[row]) for row in rows] for column in columns])
-    temperature_N, top_k_N, top_p_N, min_p_N, uniform_N = to_device(chosen, logits_NV.device)
+    temperature_N, top_k_N, top_p_N, min_p_N, uniform_N = to_device(np.ascontiguousarray(columns), logits_NV.device)
     weights_NV = _weights(logits_NV, largest_N, temperature_N)
     threshold_N = (min_p_N * 2.0 ** _bits(vocab_size)).ceil().long()
     if width:

@@ -2,14 +2,32 @@
 
 A sequence ends with a stop id (part of the token ids, never of the text), with a stop string (the text is cut before
 it), or when it is as long as was asked for.
+
+A request that wants its answer whole has one event for each version of the weights: what was sampled is held until it
+is over, or until they change (`so_far`), and its text is read then. With stop strings or a grammar every token has its
+event all the same: they have to be looked at one by one.
 """
+
+from dataclasses import dataclass, field
 
 from perilune.data.tokenizer import Tokenizer
 from perilune.serve.job import Job
 from perilune.serve.request import FinishReason, Output, Request, TokenLogprob
 from perilune.serve.routes import Kept
 from perilune.serve.sampler import SamplerRow
-from perilune.serve.text_stream import Piece, TextStream
+from perilune.serve.text_stream import Piece, TextStream, whole_text
+
+
+@dataclass
+class _Held:
+    """Of an answer that is given out whole: what was sampled since the last event."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    """Numbers alone: nothing for the garbage collector to go through."""
+    tops: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
+    is_begun: bool = False
+    """There was an event before."""
 
 
 class Answer:
@@ -19,7 +37,8 @@ class Answer:
         self.request, self.job, self.row = request, job, row
         self.kept = None if request.params.routes is None else Kept(request.params.routes)
         """Its routes that pages may not hold any more; None: nobody asked for routes."""
-        self._stop_ids = stop_ids
+        self._stop_ids, self._tokenizer = stop_ids, tokenizer
+        self._held = _Held() if request.whole and not request.params.stop and row.grammar is None else None
         self._text = TextStream(tokenizer, request.params.stop, request.params.include_stop)
         # Nothing predicts the first token of a prompt.
         self._prompt_scores: list[TokenLogprob | None] = [None]
@@ -32,8 +51,10 @@ class Answer:
         """The prompt is computed anew, with other weights."""
         del self._prompt_scores[1:]
 
-    def token(self, token: int, logprob: TokenLogprob | None, version: int) -> Output:
-        """The event of one more token, which the job already counts."""
+    def token(self, token: int, logprob: TokenLogprob | None, version: int) -> Output | None:
+        """The event of one more token, which the job already counts; None where there is none yet."""
+        if self._held is not None:
+            return self._hold(self._held, token, logprob, version)
         grammar = self.row.grammar
         if grammar is not None and not grammar.accept(token):
             raise ValueError(grammar.error or f"the grammar does not allow token {token!r}")
@@ -56,12 +77,44 @@ class Answer:
         logprobs = () if logprob is None else (logprob,)
         return self._output(version, reason, token_ids=(token,), pieces=pieces, logprobs=logprobs, stop_match=match)
 
+    def _hold(self, held: "_Held", token: int, logprob: TokenLogprob | None, version: int) -> Output | None:
+        held.token_ids.append(token)
+        if logprob is not None:
+            held.logprobs.append(logprob.logprob)
+            held.tops.append(logprob.top)
+        reason: FinishReason | None = None
+        if token in self._stop_ids:
+            reason = "stop"
+        elif self.job.num_sampled >= self.request.params.max_tokens:
+            reason = "length"
+        return None if reason is None else self._given_out(held, version, reason)
+
+    def so_far(self, version: int) -> Output | None:
+        """What is held, if anything is: the weights, of this version until now, are about to change."""
+        held = self._held
+        return self._given_out(held, version, None) if held is not None and held.token_ids else None
+
+    def _given_out(self, held: "_Held", version: int, reason: FinishReason | None) -> Output:
+        token_ids = tuple(held.token_ids)
+        logprobs = tuple(map(TokenLogprob, token_ids, held.logprobs, held.tops)) if held.logprobs else ()
+        said = token_ids[:-1] if reason == "stop" else token_ids
+        if reason is not None and not held.is_begun:
+            pieces = whole_text(self._tokenizer, said)
+        else:  # a character may begin in one event and end in the next
+            pieces = [piece for token in said for piece in self._text.push(token)]
+            pieces += [] if reason is None else self._text.finish()
+        self._held = _Held(is_begun=True)
+        match = token_ids[-1] if reason == "stop" else None
+        return self._output(
+            version, reason, token_ids=token_ids, pieces=pieces, logprobs=logprobs, stop_match=match
+        )  # fmt: skip
+
     def prompt_alone(self, version: int) -> Output:
         """The only event of a request for no tokens."""
         return self._output(version, "length")
 
     def ended(self, reason: FinishReason, version: int, error: str | None = None) -> Output:
-        """Cancelled or failed: what was held back is not said any more."""
+        """Cancelled or failed: what was held back is not said any more, nor what was sampled of a whole answer."""
         return self._output(version, reason, error=error)
 
     def _output(

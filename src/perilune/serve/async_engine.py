@@ -27,7 +27,9 @@ from perilune.serve.request import Output, Request
 logger = logging.getLogger("perilune.serve")
 Result = TypeVar("Result")
 MAX_FAILURES = 3
-"""Steps that may fail in a row, without one that gives a token in between."""
+"""Steps that may fail in a row, without one that gives a token, or many that go well, in between."""
+ENOUGH_STEPS = 32
+"""Steps that go well, whatever they give: answers that are wanted whole give nothing for a long time."""
 
 
 GRAMMAR_THREADS = 4
@@ -73,7 +75,7 @@ class AsyncEngine:
         self._dead: str | None = None
         self._closing = False
         self._in_step_since: float | None = None
-        self._failures_in_a_row = 0
+        self._failures_in_a_row = self._steps_since_failure = 0
         self._failures = 0
         # Of its own: a flood of slow grammars must not take every thread that others wait for.
         self._grammar_threads = ThreadPoolExecutor(GRAMMAR_THREADS, thread_name_prefix="perilune-grammar")
@@ -85,7 +87,8 @@ class AsyncEngine:
     async def stream(self, request: Request, *, whole: bool = False) -> AsyncGenerator[Output, None]:
         """Events of a request; the last has a finish_reason. Raises RequestError, QueueFull, EngineDead.
 
-        With `whole` they come when the last is there, few of them: a reader of many answers is not woken by each token.
+        With `whole` they come when the last is there, few of them: a reader of many answers is not woken by each token,
+        and an engine that knows `Request.whole` makes no event of it.
         """
         if self._closing:
             raise EngineDead("the engine is closing")
@@ -93,7 +96,8 @@ class AsyncEngine:
             await asyncio.get_running_loop().run_in_executor(self._grammar_threads, self._engine.prepare, request)
         mailbox = _Mailbox(request.request_id, self._post(asyncio.get_running_loop()), whole=whole)
         try:
-            await self._ask(lambda: self._add(request, mailbox))
+            asked = replace(request, whole=True) if whole else request
+            await self._ask(lambda: self._add(asked, mailbox))
             while True:
                 for output in merged(await mailbox.take()):
                     yield output
@@ -203,7 +207,10 @@ class AsyncEngine:
                 logger.exception("a step of the engine failed")
                 self._recover(f"{type(error).__name__}: {error}")
             else:
-                if any(output.token_ids for output in outputs):
+                self._steps_since_failure += 1
+                if self._failures_in_a_row and (
+                    self._steps_since_failure >= ENOUGH_STEPS or any(output.token_ids for output in outputs)
+                ):
                     self._failures_in_a_row = 0
                 self._deliver(outputs)
             finally:
@@ -248,6 +255,7 @@ class AsyncEngine:
     def _recover(self, reason: str) -> None:
         self._failures += 1
         self._failures_in_a_row += 1
+        self._steps_since_failure = 0
         try:
             self._deliver(self._engine.reset(f"the engine failed and was started again: {reason}"))
             if self._failures_in_a_row < MAX_FAILURES:

@@ -239,7 +239,8 @@ class Engine:
             self._runner.copy_state(source, target)
         end, sampled_rows, rows, scores = 0, [], [], {}
         for share in plan.shares:
-            answer, first, end = self._answers[share.request_id], end, end + share.num_rows
+            answer, first = self._answers[share.request_id], end
+            end += 1 if share.want == "last" else share.num_rows
             if share.want == "all":
                 targets = answer.request.prompt[share.start + 1 : share.end + 1]
                 top = answer.request.params.prompt_logprobs or 0
@@ -338,6 +339,8 @@ class Engine:
         if self._flight is not None:
             landing, self._flight = self._flight, None
             self._land(landing)
+        so_far = [answer.so_far(self.weight_version) for answer in self._answers.values()]
+        self._outbox += [output for output in so_far if output is not None]
         self._runner.load_weights(weights)
         self.weight_version = version
         self._scheduler.new_weights(recompute=recompute)

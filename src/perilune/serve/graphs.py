@@ -15,6 +15,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import is_not
 
 import numpy as np
 import torch
@@ -66,6 +67,8 @@ class _Recording:
     """[bucket, width] int32"""
     late_ids: Tensor
     """[rows of the largest bucket]"""
+    pages: Sequence[np.ndarray] = ()
+    """What the table holds; the same arrays are not copied again."""
     graph: torch.cuda.CUDAGraph | None = None
     output: Tensor | None = None
 
@@ -119,7 +122,9 @@ class DecodeGraphs:
             runs, page_size=self._page_size, scratch_row=self._scratch_row, num_rows=recording.numbers.shape[1]
         )
         copy_numbers(numbers, recording.numbers)
-        copy_pages(pages, recording.table)
+        if len(pages) != len(recording.pages) or any(map(is_not, pages, recording.pages)):
+            copy_pages(pages, recording.table)
+            recording.pages = pages
         if late_ids is not None:
             recording.late_ids[: len(late_ids)].copy_(late_ids)
 

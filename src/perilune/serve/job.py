@@ -59,7 +59,7 @@ class Job:
     @property
     def goal(self) -> int:
         """Tokens to compute in all: the last one that is sampled never is."""
-        return self.num_prompt + max(self.max_tokens - 1, 0)
+        return self.num_prompt + (self.max_tokens - 1 if self.max_tokens else 0)
 
     @property
     def num_sampled(self) -> int:
@@ -67,9 +67,10 @@ class Job:
 
     @property
     def prefills(self) -> bool:
-        return self.computed < self.length - 1
+        return self.computed < len(self.tokens) + self.pending - 1
 
     @property
     def decodes(self) -> bool:
         """All but its newest token is computed, and another one is wanted."""
-        return self.computed == self.length - 1 and self.computed < self.goal and not (self.waits and self.pending)
+        is_next = self.computed == len(self.tokens) + self.pending - 1
+        return is_next and self.computed < self.goal and not (self.waits and self.pending)

@@ -142,11 +142,12 @@ class PrefixCache:
 
     def remember(self, job: Job, end: int, snapshot: Snapshot | None) -> None:
         """The step is over that computed `job` up to `end`: others find its full pages, and the state there."""
-        first, job.landed = job.landed // self._pages.page_size, end
-        if not self._enabled:
+        size = self._pages.page_size
+        first, job.landed = job.landed // size, end
+        num_full = end // size
+        if not self._enabled or (num_full == first and snapshot is None):
             return
         self._hash(job)
-        num_full = end // self._pages.page_size
         for index in range(first, num_full):
             self._pages.remember(job.pages[index], job.hashes[index])
         if snapshot is None:

@@ -10,7 +10,7 @@ import hashlib
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
@@ -140,6 +140,8 @@ class Request:
     """Smaller is served earlier. Nobody starves: the scheduler bounds how many later requests may overtake."""
     salt: str = ""
     """Only requests with the same salt share cached prefixes."""
+    whole: bool = False
+    """Its events come as one when it is over (one for each version of the weights): a token costs less then."""
 
     def __post_init__(self) -> None:
         if not self.request_id:
@@ -158,17 +160,19 @@ class Request:
             end = picture.end
 
 
-@dataclass(frozen=True, kw_only=True)
-class TokenLogprob:
+class TokenLogprob(NamedTuple):
+    """A tuple: there is one for every token that is sampled."""
+
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
     """(token id, log-prob) of the most likely, best first."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class Output:
-    """One event of one request: what is new since the last one."""
+    """One event of one request: what is new since the last one. Nothing changes it; a frozen class would take several
+    times as long to make, and there is one for every token."""
 
     request_id: str
     token_ids: tuple[int, ...] = ()

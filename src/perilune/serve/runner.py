@@ -125,6 +125,8 @@ class Runner:
             self._check(share)
         if not plan.shares:
             return self.model.logits(self.model.embed_tokens.weight[:0])
+        if self._graphs is not None and all(map(_is_plain_decode, plan.shares)):
+            return self._graphs.run(plan.shares, self._tables.of(plan.shares), late_ids)
         if self.deterministic:
             return torch.cat([self._deterministic_logits(share) for share in plan.shares])
         decodes = [share for share in plan.shares if len(share.tokens) == 1]
@@ -207,10 +209,11 @@ class Runner:
         return at_least_float32(logits_of_rows(hidden[len(hidden) - share.num_rows :], self.model.head_weight()))
 
     def _check(self, share: Share) -> None:
-        self._check_slot(share.slot)
+        if not 0 <= share.slot < self.num_slots:
+            self._check_slot(share.slot)
         if not share.tokens:
             raise ValueError(f"share of {share.request_id!r} has no tokens, expected at least one")
-        if self.cache.num_pages and len(share.pages) * self.page_size < share.end:
+        if len(share.pages) * self.page_size < share.start + len(share.tokens) and self.cache.num_pages:
             raise ValueError(
                 f"share of {share.request_id!r} has {len(share.pages)} pages of {self.page_size} tokens, expected "
                 f"enough for {share.end}"
@@ -219,6 +222,10 @@ class Runner:
     def _check_slot(self, slot: int) -> None:
         if not 0 <= slot < self.num_slots:
             raise ValueError(f"slot is {slot!r}, expected 0 .. {self.num_slots - 1}")
+
+
+def _is_plain_decode(share: Share) -> bool:
+    return len(share.tokens) == 1 and share.want == "last" and not share.pictures
 
 
 def _first_rows(shares: Sequence[Share]) -> dict[int, int]:

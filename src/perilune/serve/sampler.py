@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from perilune.model.sampling import FINE, PROBLEMS, Settings, draw, to_device, uniform
+from perilune.model.sampling import FINE, PROBLEMS, Settings, draw, scrambled, to_device, uniforms
 from perilune.serve.request import SamplingParams, TokenLogprob
 
 if TYPE_CHECKING:
@@ -99,6 +99,33 @@ class Sampled:
     """Waits for the copy."""
 
 
+class _Batch:
+    """What follows from the parameters of some rows; from one step to the next they are mostly the same."""
+
+    def __init__(self, rows: Sequence[SamplerRow]) -> None:
+        self.rows = list(rows)
+        params = [row.params for row in rows]
+        self.temperature = np.array([each.temperature for each in params], np.float64)
+        self.top_k = np.array([each.top_k for each in params], np.int64)
+        self.top_p = np.array([each.top_p for each in params], np.float64)
+        self.min_p = np.array([each.min_p for each in params], np.float64)
+        self.seeds = scrambled([row.seed for row in rows])
+        self.asked = [n for n, each in enumerate(params) if each.logprobs is not None]
+        self.tops = [params[n].logprobs or 0 for n in self.asked]
+        self.penalized = [n for n, row in enumerate(rows) if row.is_penalized]
+        self.biased = [n for n, row in enumerate(rows) if len(row.bias_ids)]
+        self.may_ban_stops = [n for n, each in enumerate(params) if each.min_tokens]
+        self.constrained = [n for n, row in enumerate(rows) if row.grammar is not None]
+
+    def settings(self) -> Settings:
+        """Of the next token of every row."""
+        indices = np.array([row.index for row in self.rows], np.uint64)
+        return Settings(
+            temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p,
+            uniform=uniforms(self.seeds, indices),
+        )  # fmt: skip
+
+
 class Sampler:
     def __init__(self, vocab_size: int, forbidden: Iterable[int] = (), device: torch.device | str = "cpu") -> None:
         """`forbidden` ids are never sampled: pads of pictures, reserved ids, those the tokenizer does not have."""
@@ -113,6 +140,7 @@ class Sampler:
             raise ValueError(f"all {vocab_size} tokens are forbidden: nothing is left to sample")
         self._banned_V = torch.from_numpy(banned).to(device) if banned.any() else None
         self._nothing = torch.tensor(-torch.inf, device=device)
+        self._batch = _Batch(())
 
     @torch.no_grad()
     def sample(self, logits_NV: Tensor, rows: Sequence[SamplerRow]) -> Sampled:
@@ -121,25 +149,28 @@ class Sampler:
             raise ValueError(
                 f"logits have the shape {tuple(logits_NV.shape)!r}, expected [{len(rows)}, {self.vocab_size}]"
             )
-        changed_NV, failures = self._changed(logits_NV, rows)
-        ids_N, problems_N = draw(changed_NV, _settings(rows))
-        asked = [n for n, row in enumerate(rows) if row.params.logprobs is not None]
-        tops = [rows[n].params.logprobs or 0 for n in asked]
-        scores = None
+        if self._batch.rows != list(rows):  # not the same objects in the same order
+            self._batch = _Batch(rows)
+        batch = self._batch
+        changed_NV, failures = self._changed(logits_NV, batch)
+        ids_N, problems_N = draw(changed_NV, batch.settings())
+        asked, scores = batch.asked, None
         if asked:
             all_asked = len(asked) == len(rows)
             index_n = None if all_asked else to_device(np.array(asked), logits_NV.device)
             some_NV, some_N = (logits_NV, ids_N) if index_n is None else (logits_NV[index_n], ids_N[index_n])
-            scores = score(some_NV, some_N, tops)
+            scores = score(some_NV, some_N, batch.tops)
         wait = start_copy(ids_N, problems_N)
-        for n, row in enumerate(rows):  # last: whoever calls again after an error finds the rows as they were
+        for row in rows:  # last: whoever calls again after an error finds the rows as they were
             row.index += 1
-            if row.is_penalized:
-                row.count(ids_N[n : n + 1])
+        for n in batch.penalized:
+            rows[n].count(ids_N[n : n + 1])
 
         def host() -> HostSampled:
             ids, codes = (tensor.tolist() for tensor in wait())
-            problems: list[str | None] = [None if code == FINE else PROBLEMS[code] for code in codes]
+            problems: list[str | None] = [None] * len(codes)
+            if any(codes):
+                problems = [None if code == FINE else PROBLEMS[code] for code in codes]
             for n, failure in failures.items():
                 ids[n], problems[n] = 0, failure
             logprobs: list[TokenLogprob | None] = [None] * len(rows)
@@ -149,41 +180,41 @@ class Sampler:
 
         return Sampled(token_ids=ids_N, host=host)
 
-    def _changed(self, logits_NV: Tensor, rows: Sequence[SamplerRow]) -> tuple[Tensor, dict[int, str]]:
+    def _changed(self, logits_NV: Tensor, batch: _Batch) -> tuple[Tensor, dict[int, str]]:
         """Logits after penalties, bias and bans; and why a grammar failed, by row."""
-        device, original_NV = logits_NV.device, logits_NV
-        penalized = [n for n, row in enumerate(rows) if row.is_penalized]
-        if penalized:
-            index_n = to_device(np.array(penalized), device)
-            changed = _penalized(logits_NV[index_n], [rows[n] for n in penalized])
+        device, original_NV, rows = logits_NV.device, logits_NV, batch.rows
+        if batch.penalized:
+            index_n = to_device(np.array(batch.penalized), device)
+            changed = _penalized(logits_NV[index_n], [rows[n] for n in batch.penalized])
             logits_NV = logits_NV.index_copy(0, index_n, changed)
         # Ids outside the vocabulary are left out below: they would take the device down.
-        biased = _flat((n, row.bias_ids) for n, row in enumerate(rows) if len(row.bias_ids))
+        biased = _flat((n, rows[n].bias_ids) for n in batch.biased)
         if biased is not None:
-            bias = np.concatenate([row.bias for row in rows])
+            bias = np.concatenate([rows[n].bias for n in batch.biased])
             inside = biased[1] < self.vocab_size
             where, values = _index(biased[:, inside], device), to_device(bias[inside], device)
             logits_NV = logits_NV.clone() if logits_NV is original_NV else logits_NV
             logits_NV[where] = logits_NV[where] + values.to(logits_NV.dtype)
         if self._banned_V is not None:
             logits_NV = torch.where(self._banned_V, self._nothing, logits_NV)  # sooner than masked_fill on a CPU
-        unready = _flat((n, row.stop_ids) for n, row in enumerate(rows) if row.bans_stops)
+        unready = _flat((n, rows[n].stop_ids) for n in batch.may_ban_stops if rows[n].bans_stops)
         if unready is not None:
             logits_NV = logits_NV.clone() if logits_NV is original_NV else logits_NV
             where = _index(unready[:, unready[1] < self.vocab_size], device)
             logits_NV.index_put_(where, self._nothing.to(logits_NV.dtype))  # a number of the host would be waited for
-        return self._constrained(logits_NV, rows)
+        return self._constrained(logits_NV, batch)
 
-    def _constrained(self, logits_NV: Tensor, rows: Sequence[SamplerRow]) -> tuple[Tensor, dict[int, str]]:
+    def _constrained(self, logits_NV: Tensor, batch: _Batch) -> tuple[Tensor, dict[int, str]]:
         failures: dict[int, str] = {}
         masks: dict[int, np.ndarray] = {}
-        for n, row in enumerate(rows):
-            if row.grammar is not None:
-                mask = row.grammar.mask(self.vocab_size)
-                if mask is None:
-                    failures[n] = row.grammar.error or "the grammar failed"
-                else:
-                    masks[n] = mask
+        for n in batch.constrained:
+            grammar = batch.rows[n].grammar
+            assert grammar is not None
+            mask = grammar.mask(self.vocab_size)
+            if mask is None:
+                failures[n] = grammar.error or "the grammar failed"
+            else:
+                masks[n] = mask
         if not masks:
             return logits_NV, failures
         index_n = to_device(np.array(list(masks)), logits_NV.device)
@@ -191,16 +222,6 @@ class Sampler:
         places_B = torch.arange(32, dtype=torch.int32, device=logits_NV.device)
         allowed_nV = ((bits_nW[:, :, None] >> places_B) & 1).bool().flatten(1)[:, : self.vocab_size]
         return logits_NV.index_copy(0, index_n, logits_NV[index_n].masked_fill(~allowed_nV, -torch.inf)), failures
-
-
-def _settings(rows: Sequence[SamplerRow]) -> Settings:
-    return Settings(
-        temperature=[row.params.temperature for row in rows],
-        top_k=[row.params.top_k for row in rows],
-        top_p=[row.params.top_p for row in rows],
-        min_p=[row.params.min_p for row in rows],
-        uniform=[uniform(row.seed, row.index) if row.params.temperature > 0 else 0.0 for row in rows],
-    )
 
 
 def _penalized(logits_NV: Tensor, rows: Sequence[SamplerRow]) -> Tensor:
@@ -241,13 +262,15 @@ def score(logits_NV: Tensor, ids_N: Tensor, tops: Sequence[int]) -> Callable[[],
     for start in range(0, len(ids_N), tile):
         some_NV, some_N1 = logits_NV[start : start + tile], ids_N[start : start + tile, None]
         found = [(some_NV.gather(-1, some_N1), some_N1), *([some_NV.topk(top, dim=-1)] if top else [])]
-        values, ids = (torch.cat(each, dim=1) for each in zip(*found, strict=True))
+        values, ids = (torch.cat(each, dim=1) for each in zip(*found, strict=True)) if top else found[0]
         parts.append((ids, values - some_NV.logsumexp(-1, keepdim=True)))
     if not parts:
         return list
-    wait = start_copy(*(torch.cat(each) for each in zip(*parts, strict=True)))
+    wait = start_copy(*(torch.cat(each) if len(each) > 1 else each[0] for each in zip(*parts, strict=True)))
 
     def host() -> list[TokenLogprob]:
+        if not top:
+            return list(map(TokenLogprob, *(tensor[:, 0].tolist() for tensor in wait())))
         ids, logprobs = (tensor.tolist() for tensor in wait())
         return [
             TokenLogprob(

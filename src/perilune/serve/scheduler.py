@@ -41,7 +41,7 @@ class SchedulerConfig:
     """Deterministic mode: shares begin at multiples of it, and decodes replay from the last one."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)
 class Landed:
     """What a step gave one job. `token` is None where none was sampled; `row` is its place among those sampled."""
 
@@ -51,7 +51,7 @@ class Landed:
     row: int | None
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)
 class _Flight:
     """A share of a planned step that is not over."""
 
@@ -132,7 +132,7 @@ class Scheduler:
             budget -= self._compute(draft, job, self._chunk(job, budget, crowded))
         # One that was pre-empted while its step is under way begins again only when that has landed: what lands would
         # otherwise be taken for what its new pages hold.
-        under_way = {flight.job for flights in self._flights for flight in flights}
+        under_way = {flight.job for flights in self._flights for flight in flights} if self.waiting else set()
         for job in list(self.waiting):
             if budget < self.config.border or not self.states.num_free:
                 break
@@ -145,13 +145,14 @@ class Scheduler:
 
     def land(self, sampled: Sequence[int | None]) -> list[Landed]:
         """The oldest planned step is over; `sampled` holds a token (None: it failed) for each share that samples."""
-        rows = iter(range(len(sampled)))
+        num_rows = 0
         landed = []
         for flight in self._flights.popleft():
-            job, share = flight.job, flight.share
-            row = next(rows) if share.samples else None
+            job, share, row = flight.job, flight.share, None
+            if share.samples:
+                row, num_rows = num_rows, num_rows + 1
             if job.slot is not None:
-                self.prefixes.remember(job, share.end, flight.snapshot)
+                self.prefixes.remember(job, share.start + len(share.tokens), flight.snapshot)
             else:
                 self.prefixes.drop(flight.snapshot)
             if job.removed:
@@ -177,21 +178,24 @@ class Scheduler:
         if count == 0:
             return 0
         assert job.slot is not None
-        start, end = job.computed - job.computed % self.config.border, job.computed + count
-        samples = end == job.length and job.length < job.num_prompt + job.max_tokens
+        start, end, length = job.computed - job.computed % self.config.border, job.computed + count, job.length
+        samples = end == length and length < job.num_prompt + job.max_tokens
         is_late = end > len(job.tokens)
         want: Want = "last" if samples else "none"
         if job.scores_prompt and start < job.num_prompt:
             want = "all"
+        pictures = ()
+        if job.pictures:
+            pictures = tuple(picture for picture in job.pictures if picture.start < end and picture.end > start)
         share = Share(
             request_id=job.request_id,
             start=start,
-            tokens=(*job.tokens[start:end], *([-1] if is_late else [])),
+            tokens=(*job.tokens[start:end], -1) if is_late else tuple(job.tokens[start:end]),
             pages=job.pages,
             slot=job.slot,
             want=want,
             samples=samples,
-            pictures=tuple(picture for picture in job.pictures if picture.start < end and picture.end > start),
+            pictures=pictures,
             late_row=job.sample_row if is_late else None,
         )
         draft.flights.append(_Flight(job, share, self.prefixes.reserve_snapshot(job, end)))

@@ -16,6 +16,7 @@ then ends with an error that says so, and the engine is closed. A second Ctrl-C 
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
 import socket
 import threading
@@ -126,9 +127,14 @@ def serve(
 
 
 async def _run(server: _Uvicorn, engine: ClosableEngine, socket_: socket.socket) -> None:
+    # A full collection goes through all that torch has made, a tenth of a second in which nobody gets a token. What is
+    # here now stays.
+    gc.collect()
+    gc.freeze()
     try:
         await server.serve(sockets=[socket_])
     finally:
+        gc.unfreeze()
         await engine.close(drain_seconds=0)
         server.parts.threads.shutdown(wait=False, cancel_futures=True)
 

@@ -16,13 +16,12 @@ What is promised:
 
 import codecs
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from perilune.data.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """Some text, or one special token by name (then `text` is empty)."""
 
     text: str
