@@ -21,10 +21,11 @@
 Tasks are as hard as suits the model that arms start from: `probe` plays every level, says what it earns and chooses
 (rl_levels.py); an arm that finds no choice does so itself. `probe --start hybrid-none` looks at another model and
 chooses nothing. Arms take the same number of iterations and samples. Before and after, each plays the same test tasks
-greedily (pictures also with those of other tasks) and answers the spatial probe, which nothing trains on
-(eval/spatial.py). A row with intervals, curves and a few samples goes to benchmarks/results/rl.json. What does not fit
-into --seconds is saved under --out and continued by the same command, as is a call that was told to stop or killed; a
-row says how far it is.
+greedily (pictures also with those of other tasks) and answers two probes in text alone: spatial questions in forms that
+nothing trains on (eval/spatial.py), and questions as pre-training asks them, about pictures that are held out and told
+in text (eval/told_pictures.py). A row with intervals, curves and a few samples goes to benchmarks/results/rl.json. What
+does not fit into --seconds is saved under --out and continued by the same command, as is a call that was told to stop
+or killed; a row says how far it is.
 `--tiny` needs nothing and runs on a CPU: it shows that the script works. `--mini` learns, in minutes on one core, and
 writes its rows beside the others:
 
@@ -51,6 +52,7 @@ from rl_levels import MINI_LEVELS, Levels, choose_levels, kept_levels, look, tel
 from rl_rows import add_rows, read_rows, say
 
 from perilune.data.tokenizer import Tokenizer
+from perilune.eval import told_pictures
 from perilune.eval.spatial import COUNT, spatial_items, spatial_score
 from perilune.model import Decoder
 from perilune.recipes.sft import processor_of
@@ -122,6 +124,8 @@ class Settings:
     """Test tasks of each environment."""
     items: int = COUNT
     """Of the spatial probe."""
+    told: int = told_pictures.COUNT
+    """Questions about pictures that are told in text."""
     max_length: int = 1536
     """Tokens of an episode that the engine makes room for; with `sequences` it bounds the engine's memory."""
     sequences: int = 256
@@ -328,9 +332,13 @@ class Work:
         if str(loop.iteration) not in probes:
             score = spatial_score(loop.learner.model, self.tokenizer, spatial_items(self.settings.items))
             probes[str(loop.iteration)] = score.plain()
-            (self.folder / PROBES).write_text(json.dumps(probes) + "\n")
             chance = f"{score.chance:.3f} by chance"
             say(f"spatial probe at {loop.iteration}: {score.accuracy:.3f} of {len(score.right)} items, {chance}")
+            told_items = told_pictures.told_items(self.settings.told)
+            known = told_pictures.told_score(loop.learner.model, self.tokenizer, told_items).plain()
+            probes[str(loop.iteration)]["told"] = known
+            (self.folder / PROBES).write_text(json.dumps(probes) + "\n")
+            say(f"pictures told in text: {known['accuracy']:.3f} right, {known['log_prob']:.3f} nats an answer")
         return time.monotonic() - began
 
 
@@ -446,6 +454,7 @@ def tiny(settings: Settings) -> Settings:
     settings = replace(
         settings, iterations=min(settings.iterations, 2), tasks=min(settings.tasks, 3), pool=min(settings.pool, 8),
         samples=min(settings.samples, 2), evaluated=min(settings.evaluated, 2), items=min(settings.items, 12),
+        told=min(settings.told, 10),
         played=min(settings.played, 2), sequences=8, memory_gib=0.25,
     )  # fmt: skip
     assert settings.arm != "report"
@@ -459,7 +468,7 @@ def mini(settings: Settings) -> Settings:
     results = settings.results
     return replace(
         settings, evaluated=min(settings.evaluated, 256), items=min(settings.items, 60), max_length=1024, sequences=128,
-        memory_gib=0.5, row_tokens=8192, start="mini",
+        told=min(settings.told, 10), memory_gib=0.5, row_tokens=8192, start="mini",
         results=results.with_name("rl_mini.json") if results == Settings(arm="report").results else results,
     )  # fmt: skip
 

@@ -49,6 +49,8 @@ def write_report(results: Path, throughput: Path) -> str:
         *_throughput(throughput),
         "\n## Spatial probe: text alone, never trained on\n",
         *_probe_lines(found),
+        "\n## Pictures told in text: a form of pre-training, pictures that nothing was trained on\n",
+        *_told_lines(found),
         "\n## Every arm, before and after\n",
         *_arm_lines(rows),
     ]
@@ -234,12 +236,43 @@ def _attention(found: Rows) -> list[Bar]:
 # The probe, arms, throughput ------------------------------------------------------------------------------------------
 
 
+PROBED = {
+    "vision": "vision RL", "words": "text RL, equal steps (words)", "sums": "text RL, equal steps (sums)",
+    "shuffled": "vision RL, shuffled pictures", "joint": "joint RL",
+}  # fmt: skip
+
+
+def _told_lines(found: Rows) -> list[str]:
+    """Nats of the right answer among its choices; higher is better, 0 is certain and right."""
+    lines = [
+        "| arm | right before | after | nats an answer, after - before | arm - vision RL | spatial, before | after |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    rows_of = {arm: [row for (row,) in found.of(arm) if "told" in row["probe_after"]] for arm in PROBED}
+    for arm, name in PROBED.items():
+        rows = rows_of[arm]
+        if not rows:
+            lines.append(f"| {name} | {MISSING} | | | | | |")
+            continue
+        before, after = ([row[f"probe_{when}"]["told"] for row in rows] for when in ("before", "after"))
+        gain = paired_interval([each["log_probs"] for each in before], [each["log_probs"] for each in after])
+        beside = ""
+        pairs = [pair for pair in found.of("vision", arm) if all("told" in row["probe_after"] for row in pair)]
+        if arm != "vision" and pairs:
+            values = [[row["probe_after"]["told"]["log_probs"] for row in pair] for pair in pairs]
+            beside = _told(paired_interval([mine for mine, _ in values], [other for _, other in values]))
+        shares = [_average([each["accuracy"] for each in some]) for some in (before, after)]
+        spatial = [_average([each["by_kind"]["spatial"]["accuracy"] for each in some]) for some in (before, after)]
+        lines.append(
+            f"| {name} | {shares[0]:.3f} | {shares[1]:.3f} | {_told(gain)} | {beside} | "
+            f"{spatial[0]:.3f} | {spatial[1]:.3f} |"
+        )
+    return lines
+
+
 def _probe_lines(found: Rows) -> list[str]:
     lines = ["| arm | before | after | after - before | arm - vision RL |", "|---|---|---|---|---|"]
-    names = {
-        "vision": "vision RL", "words": "text RL, equal steps (words)", "sums": "text RL, equal steps (sums)",
-        "shuffled": "vision RL, shuffled pictures", "joint": "joint RL",
-    }  # fmt: skip
+    names = PROBED
     for arm, name in names.items():
         rows = [row for (row,) in found.of(arm)]
         if not rows:

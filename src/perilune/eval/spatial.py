@@ -38,6 +38,8 @@ SHARED = 24
 """Pixels that two shapes have in common where they are said to overlap."""
 LARGER = 1.5
 ROW_TOKENS = 16_384
+Document = tuple[list[int], list[bool]]
+"""Tokens, and which of them are scored."""
 _COLOURS = ("red", "orange", "yellow", "green", "cyan", "blue", "purple", "pink", "brown", "gray", "black")
 _STREAM = 0x73706174  # keeps these draws apart from those of the scenes
 
@@ -224,26 +226,31 @@ def choice_log_probs(
 ) -> list[list[float]]:
     """log p of every choice of every item as the whole reply."""
     documents = [_document(tokenizer, item.question, choice) for item in items for choice in item.choices]
+    scores = iter(documents_log_probs(model, documents, row_tokens=row_tokens))
+    return [[next(scores) for _ in item.choices] for item in items]
+
+
+def documents_log_probs(model: Decoder, documents: Sequence[Document], *, row_tokens: int = ROW_TOKENS) -> list[float]:
+    """log p of the marked tokens of each."""
     found: list[float] = []
     with evaluating(model):
-        row: list[tuple[list[int], list[bool]]] = []
+        row: list[Document] = []
         for document in documents:
             if row and sum(len(tokens) for tokens, _ in row) + len(document[0]) > row_tokens:
                 found += _row_log_probs(model, row)
                 row = []
             row.append(document)
         found += _row_log_probs(model, row)
-    scores = iter(found)
-    return [[next(scores) for _ in item.choices] for item in items]
+    return found
 
 
-def _document(tokenizer: Tokenizer, question: str, reply: str) -> tuple[list[int], list[bool]]:
+def _document(tokenizer: Tokenizer, question: str, reply: str) -> Document:
     messages = parse_messages([{"role": "user", "content": question}, {"role": "assistant", "content": reply}])
     made = encode(tokenizer, render(messages, thinking=False, add_generation_prompt=False))
     return made.tokens, made.produced
 
 
-def _row_log_probs(model: Decoder, row: Sequence[tuple[list[int], list[bool]]]) -> list[float]:
+def _row_log_probs(model: Decoder, row: Sequence[Document]) -> list[float]:
     """The sum of log-probs of what was replied, of each document of a row."""
     device = model.embed_tokens.weight.device
     tokens = np.concatenate([each[:-1] for each, _ in row])
