@@ -11,12 +11,14 @@ from perilune.rl.environment import Environment, Message, Split, Talk, Task
 from perilune.rl.lengths import ToggleConfig
 
 ArmName = Literal[
-    "vision", "vision-text-image", "vision-none", "vision-mla", "words", "shuffled", "sums", "joint", "sums-toggle",
-    "sums-rigid", "tools",
+    "vision", "vision-kinds", "vision-text-image", "vision-none", "vision-mla", "words", "shuffled", "sums", "joint",
+    "sums-toggle", "sums-rigid", "tools",
 ]  # fmt: skip
 ARMS: tuple[ArmName, ...] = get_args(ArmName)
 NUMBERS = "sums, sums-toggle, sums-rigid, tools"
 """Arms without a picture or a drawing."""
+KINDS = 0.3
+"""Of the reward, for shapes of the right kinds."""
 THRESHOLD, PERCENTILE = 0.5, 25.0
 """Of Toggle. A prompt that half of the samples solve has its budget; a quarter of the right answers keep it, since the
 shorter ones are the fewer."""
@@ -53,6 +55,7 @@ def arm_of(name: ArmName, levels: Levels, iterations: int) -> Arm:
     problems, calculations = sums(levels.sums), tools(levels.tools)
     pictures, in_words = drawing(levels.drawing), drawing(levels.drawing, "words")
     trained: dict[str, dict[str, Environment]] = {
+        "vision-kinds": {"drawing": replace(pictures, kinds=KINDS)},
         "words": {"words": in_words},
         "shuffled": {"drawing": drawing(levels.drawing, "shuffled")},
         "sums": {"sums": problems},

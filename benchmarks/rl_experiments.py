@@ -2,11 +2,12 @@
 
     python benchmarks/rl_experiments.py probe                   after benchmarks/rl_base.py: what the models start with
     python benchmarks/rl_experiments.py vision                  on a GPU
-    python benchmarks/rl_experiments.py report                  the bars and what was measured
+    python benchmarks/rl_experiments.py report                  the bars and what was measured, as .md and .html
     python benchmarks/rl_experiments.py report --merge FILE     with rows of another machine
 
     arm                starts from (rl_base.py)   learns
     vision             hybrid, zero_vision        picture -> SVG
+    vision-kinds       hybrid, zero_vision        the same, paid for shapes of the right kinds too
     vision-text-image  hybrid, text_image         the same
     vision-none        hybrid, none               the same
     vision-mla         mla, zero_vision           the same
@@ -79,7 +80,18 @@ from perilune.train.interrupt import Interrupted, StopRequest
 from perilune.train.trainer import pick_device
 
 KEY = ("arm", "seed", "tiny")
-CURVES = ("reward", "length", "gap", "clipped", "finished", "facet.valid", "facet.called", "seconds", "learn_seconds")
+CURVES = (
+    "reward",
+    "length",
+    "gap",
+    "clipped",
+    "finished",
+    "facet.valid",
+    "facet.kinds",
+    "facet.called",
+    "seconds",
+    "learn_seconds",
+)
 KEPT_TEXT = 600
 SAVE_SECONDS = 120.0
 """A call that is cut off loses no more."""
@@ -146,6 +158,8 @@ class Settings:
     """Start anew where a run was begun."""
     merge: tuple[Path, ...] = ()
     """For report: rows of other machines to take in."""
+    png: Path | None = None
+    """For report: where curves of reward go, beside the page."""
     commit: str = ""
     results: Path = Path("benchmarks/results/rl.json")
 
@@ -478,9 +492,12 @@ def main(settings: Settings) -> None:
     for path in settings.merge:
         add_rows(settings.results, read_rows(path), key=KEY)
     if settings.arm == "report":
+        from rl_page import write_rl_page
         from rl_report import write_report
 
         print(write_report(settings.results, settings.results.with_name("rl_throughput.json")))
+        if rows := [row for row in read_rows(settings.results) if not row["tiny"]]:
+            write_rl_page(rows, settings.results.with_suffix(".html"), settings.png)
         return
     settings = tiny(settings) if settings.tiny else settings
     if settings.arm == "probe":

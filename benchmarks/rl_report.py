@@ -115,7 +115,8 @@ Bar = tuple[str, str, str, bool | None]
 def bars(found: Rows) -> list[Bar]:
     """(experiment, bar, what was measured, whether it is met; None: no bar, or not measured)"""
     return [
-        *_vision(found), *_fine_tuning(found), *_lengths(found), *_tools(found), *_joint(found), *_attention(found)
+        *_vision(found), *_kinds(found), *_fine_tuning(found), *_lengths(found), *_tools(found), *_joint(found),
+        *_attention(found),
     ]  # fmt: skip
 
 
@@ -171,6 +172,26 @@ def _fine_tuning(found: Rows) -> list[Bar]:
 
     arms = {"zero-vision": "vision", "text+image": "vision-text-image", "none": "vision-none"}
     return [_bar(found, f"3. SFT {name}, then RL", "reported", [arm], say) for name, arm in arms.items()]
+
+
+def _kinds(found: Rows) -> list[Bar]:
+    """What a reward of pixels and overlap does not ask for."""
+
+    def say(pairs: list) -> tuple[str, None]:
+        rows = [row for (row,) in pairs if "facet.kinds" in row["after"]["drawing"]]
+        if not rows:
+            return f"{MISSING}: rows from before shapes were looked at", None
+        kinds, reward = (
+            [_average([value(row, when) for row in rows]) for when in ("before", "after")]
+            for value in (
+                lambda row, when: row[when]["drawing"]["facet.kinds"],
+                lambda row, when: _mean(row, "drawing", when),
+            )
+        )
+        return f"kinds {kinds[0]:.3f} -> {kinds[1]:.3f}, reward {reward[0]:.3f} -> {reward[1]:.3f}", None
+
+    arms = {"reward of pixels and overlap": "vision", "and of kinds": "vision-kinds"}
+    return [_bar(found, f"1. shapes of the right kinds, {name}", "reported", [arm], say) for name, arm in arms.items()]
 
 
 def _lengths(found: Rows) -> list[Bar]:

@@ -42,6 +42,24 @@ def test_another_drawing_earns_less_and_what_cannot_be_drawn_nothing():
         assert played(environment, task, hostile)[0]["outcome"] == 0.0
 
 
+def test_kinds_of_shapes_are_looked_at_and_paid_for_where_told():
+    blind, asking = Drawing(scenes=SMALL), Drawing(scenes=SMALL, kinds=0.25)
+    for number in range(20):
+        task, told = (environment.task(number, "train") for environment in (blind, asking))
+        true = task.data["svg"]
+        facets, _ = played(asking, told, true)
+        assert facets["kinds"] == 1.0 and reward_of(told, facets) == pytest.approx(1.0)
+        head, tail = true[: true.index(">") + 1], "</svg>"
+        names = [shape.name for shape in parse_svg(true).shapes]
+        dots = [f'<circle cx="{20 + n}" cy="20" r="9" fill="red"/>' for n in range(len(names))]
+        facets, _ = played(asking, told, f"{head}{''.join(dots)}{tail}")
+        assert facets["kinds"] == pytest.approx(names.count("circle") / len(names))
+        assert reward_of(task, facets) == facets["outcome"]
+        assert reward_of(told, facets) == pytest.approx(0.75 * facets["outcome"] + 0.25 * facets["kinds"])
+    with pytest.raises(ValueError, match="drawing.kinds is 2"):
+        Drawing(kinds=2)
+
+
 def test_the_shuffled_control_shows_another_picture_and_judges_the_own():
     task = Drawing(scenes=SMALL, ask="shuffled").task(4, "test")
     own = Drawing(scenes=SMALL).task(4, "test")
