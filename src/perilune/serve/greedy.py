@@ -54,8 +54,9 @@ def _asked(engine: Engine, tokenizer: Tokenizer, prompts: Sequence[MediaPrompt],
     params = SamplingParams(max_tokens=max_new_tokens, temperature=0.0)
     for number, prompt in enumerate(prompts):
         request = Request(
-            request_id=str(number), prompt=tuple(prompt.tokens), params=params, media=_placed(prompt, tokenizer)
-        )
+            request_id=str(number), prompt=tuple(prompt.tokens), params=params, media=_placed(prompt, tokenizer),
+            whole=True,
+        )  # fmt: skip
         engine.add(request)
     written: list[list[int]] = [[] for _ in prompts]
     while engine.has_work:
