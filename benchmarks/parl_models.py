@@ -1,7 +1,7 @@
 """The models that benchmarks/parl.py starts from: a base, pre-trained here, and what it becomes after traces.
 
     python benchmarks/parl_models.py base --out DIR                         pages of other libraries, and --corpus
-    python benchmarks/parl_models.py base --recipe plain --out DIR          AdamW, MLA, plain residuals
+    python benchmarks/parl_models.py base --recipe plain --out DIR          AdamW, MLA with RoPE, plain residuals
     python benchmarks/parl_models.py sft --out DIR                          9 in 10 serial, few good delegations
     python benchmarks/parl_models.py sft --mix well-formed --out DIR        the control: all delegations are good
     python benchmarks/parl_models.py sft --mix all-at-once --out DIR        good ones hand out everything at once
@@ -45,7 +45,7 @@ from rl_rows import add_rows, read_rows, say
 
 from perilune.data import Corpus, CorpusConfig, Tokenizer
 from perilune.data.chat_rows import ChatRows
-from perilune.model import KDAConfig, MLAConfig, ModelConfig
+from perilune.model import KDAConfig, MLAConfig, ModelConfig, RopeConfig
 from perilune.recipes.pretrain import micro, small
 from perilune.recipes.sft import sft
 from perilune.rl.environments.wide_search_lookups import ENOUGH, look_up, lookups
@@ -85,6 +85,8 @@ SFT_TOKENS = 65_536
 """In a step."""
 ROWS = "rows.json"
 """In --out: the rows of this machine, for calls whose --results lies in a folder that is empty each time."""
+AS_LONG = "as_long.json"
+"""In the folder of a model that is to take as long as another: steps of both, and their speeds."""
 SECONDS = "seconds.json"
 """In the folder of a model: those of training, by the step that a call began with."""
 
@@ -106,7 +108,8 @@ class Settings:
     """For each training, in place of a number of steps: as many as fit at the rate of its first ones. Preparing text
     comes on top."""
     as_long: bool = False
-    """With --recipe plain: for as many seconds as the rows say that the same model of the full recipe took."""
+    """With --recipe plain: for as long as the same model of the full recipe, whose steps the rows know, would take at
+    the speeds of both, measured one after the other before training: how busy the card was then does not matter."""
     limit: float = 540.0
     """Seconds of a call after which training stops, saved."""
     libraries: int = 7
@@ -189,8 +192,7 @@ def _command(script: ModuleType, wanted: Any, *, given: tuple[str, ...]) -> list
     return [sys.executable, str(script.__file__), str(wanted.file), *options]
 
 
-def base_config(settings: Settings, files: tuple[Path, Path]) -> RunConfig:
-    run = small()
+def recipe_of(recipe: Recipe) -> tuple[ModelConfig, OptimizerConfig]:
     model = ModelConfig(
         vocab_size=VOCAB,
         hidden_size=384,
@@ -201,10 +203,16 @@ def base_config(settings: Settings, files: tuple[Path, Path]) -> RunConfig:
         residual="block_attnres",
         block_sublayers=4,
     )
-    optimizer = OptimizerConfig(lr=3e-3)
-    if settings.recipe == "plain":
-        model = replace(model, layer_types=("mla",) * model.num_hidden_layers, residual="plain")
-        optimizer = OptimizerConfig(kind="adamw", lr=2e-3)
+    if recipe == "full":
+        return model, OptimizerConfig(lr=3e-3)
+    # Without KDA nothing else says where things are.
+    pattern, heads = ("mla",) * model.num_hidden_layers, replace(model.mla, rope=RopeConfig())
+    return replace(model, layer_types=pattern, mla=heads, residual="plain"), OptimizerConfig(kind="adamw", lr=2e-3)
+
+
+def base_config(settings: Settings, files: tuple[Path, Path]) -> RunConfig:
+    run = small()
+    model, optimizer = recipe_of(settings.recipe)
     data = DataConfig(
         corpus=CorpusConfig(source=tuple(map(str, files)), split_field="split"), vocab_size=VOCAB, seq_len=1024,
         cache_dir=str(settings.out / "cache"), tokenizer=str(tokenizer_file(settings, files)),
@@ -219,15 +227,19 @@ def base_config(settings: Settings, files: tuple[Path, Path]) -> RunConfig:
     return tiny(config) if settings.tiny else config
 
 
-def tiny(run: RunConfig) -> RunConfig:
+def tiny(run: RunConfig, *, seq_len: int = 256) -> RunConfig:
     """The same code on a CPU within seconds."""
-    model = replace(micro().model, vocab_size=TINY_VOCAB, layer_types=None, residual=run.model.residual)
+    small_model = micro().model
+    model = replace(
+        small_model, vocab_size=TINY_VOCAB, layer_types=None, residual=run.model.residual,
+        mla=replace(small_model.mla, rope=run.model.mla.rope),
+    )  # fmt: skip
     if run.model.layer_types is not None:
         model = replace(model, layer_types=("mla",) * model.num_hidden_layers)
     trainer = replace(
         run.trainer, precision="float32", global_batch_rows=4, micro_batch_rows=4, eval_rows=2, device="cpu"
     )  # fmt: skip
-    return replace(run, model=model, data=replace(run.data, vocab_size=TINY_VOCAB, seq_len=256), trainer=trainer)
+    return replace(run, model=model, data=replace(run.data, vocab_size=TINY_VOCAB, seq_len=seq_len), trainer=trainer)
 
 
 def make_base(settings: Settings) -> None:
@@ -255,8 +267,10 @@ def trained(
     begun = 0 if settings.again else saved_step(folder)
     if begun:
         steps = read_config(folder).trainer.steps
-    elif (seconds := seconds_of(settings, config.name)) is not None:
-        steps = steps_for(config, seconds, data)
+    elif settings.as_long:
+        steps = steps_as_long(config, data, settings)
+    elif settings.seconds is not None:
+        steps = steps_for(config, settings.seconds, data)
     config = with_steps(config, steps, warmup_share=warmup_share)
     say(f"{config.name}: {'goes on at' if begun else 'training, step'} {begun}/{steps}")
     began, before = time.monotonic(), seconds_before(folder, begun)
@@ -280,17 +294,31 @@ def trained(
     return config, summary, sum(spent.values())
 
 
-def seconds_of(settings: Settings, name: str) -> float | None:
-    """That a training is to take; None: it has a number of steps."""
-    if not settings.as_long:
-        return settings.seconds
-    other = name.replace(f"-{settings.recipe}-", "-full-", 1)
+def steps_as_long(config: RunConfig, data: RunData, settings: Settings) -> int:
+    """Steps that take as long as those of the full recipe's model, both alone or both beside the same others."""
+    other = config.name.replace(f"-{settings.recipe}-", "-full-", 1)
     for row in read_rows(settings.results):
         if (row.get("name"), row.get("tiny")) == (other, settings.tiny) and row["row"] in ("base", "sft"):
-            return row["seconds"]
-    raise SystemExit(
-        f"--as-long: {str(settings.results)!r} has no row of {other}: train the model of the full recipe first"
-    )
+            wanted = row["train_steps"]
+            break
+    else:
+        raise SystemExit(
+            f"--as-long: {str(settings.results)!r} has no row of {other}: train the model of the full recipe first"
+        )
+    speeds = {name: speed_of(each, data) for name, each in (("full", as_full(config, settings)), ("own", config))}
+    steps = max(1, round(wanted * speeds["own"] / speeds["full"]))
+    say(f"{config.name}: {steps} steps take as long as {wanted} of the full recipe")
+    folder = settings.out / config.name
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / AS_LONG).write_text(json.dumps({"steps": steps, "full_steps": wanted, "tokens_per_s": speeds}) + "\n")
+    return steps
+
+
+def as_full(config: RunConfig, settings: Settings) -> RunConfig:
+    """The same training of the full recipe's model, from scratch: for its speed."""
+    model, optimizer = recipe_of("full")
+    full = replace(config, name=f"{config.name}-speed", model=model, optimizer=optimizer, start_from=None)
+    return tiny(full, seq_len=config.data.seq_len) if settings.tiny else full
 
 
 def seconds_before(folder: Path, begun: int) -> dict[int, float]:
@@ -308,7 +336,13 @@ def _keep_seconds(folder: Path, spent: dict[int, float]) -> None:
 
 
 def steps_for(config: RunConfig, seconds: float, data: RunData) -> int:
-    """Optimizer steps that fit: the median rate of the later half of a few, which have their kernels and graphs."""
+    """Optimizer steps that fit."""
+    tokens = config.trainer.global_batch_rows * config.data.seq_len
+    return max(MEASURED_STEPS, int(seconds * speed_of(config, data) / tokens))
+
+
+def speed_of(config: RunConfig, data: RunData) -> float:
+    """Tokens a second: the median of the later half of a few steps, which have their kernels and graphs."""
     say(f"{config.name}: {MEASURED_STEPS} steps to see how long one takes")
     few = replace(config, trainer=replace(config.trainer, steps=MEASURED_STEPS, checkpoint_every=0, log_every=1))
     with tempfile.TemporaryDirectory() as folder:
@@ -317,7 +351,7 @@ def steps_for(config: RunConfig, seconds: float, data: RunData) -> int:
     found = [record["tokens_per_s"] for record in map(json.loads, lines) if record["kind"] == "train"]
     rate = statistics.median(found[len(found) // 2 :])
     say(f"{config.name}: {rate:,.0f} tokens/s in steps {len(found) // 2 + 1} to {len(found)}")
-    return max(MEASURED_STEPS, int(seconds * rate / (config.trainer.global_batch_rows * config.data.seq_len)))
+    return rate
 
 
 # Fine-tuning ----------------------------------------------------------------------------------------------------------
@@ -415,11 +449,16 @@ def _record(settings: Settings, config: RunConfig, seconds: float, more: dict[st
     environment = describe_environment(pick_device(config.trainer.device))
     row = {
         "name": config.name, "seed": settings.seed, "tiny": settings.tiny, "recipe": settings.recipe,
-        "train_steps": config.trainer.steps, "seconds": round(seconds, 1), **more,
+        "train_steps": config.trainer.steps, "seconds": round(seconds, 1), **_as_long(settings, config), **more,
         "commit": settings.commit or environment.get("commit", ""), "environment": environment,
     }  # fmt: skip
     keep_row(row, results=settings.results, out=settings.out)
     say(json.dumps({name: value for name, value in row.items() if name != "environment"}))
+
+
+def _as_long(settings: Settings, config: RunConfig) -> dict[str, Any]:
+    path = settings.out / config.name / AS_LONG
+    return {"as_long": json.loads(path.read_text(encoding="utf-8"))} if path.exists() else {}
 
 
 def keep_row(row: dict[str, Any], *, results: Path, out: Path) -> None:

@@ -178,11 +178,21 @@ def _equal_text(rows: Sequence[Row], seeds: Sequence[int], as_long: Mapping[Cell
     served = [wide_seconds(as_long[cell][seed]) for cell in CELLS for seed in seeds if seed in as_long[cell]]
     wanted = {row.get("wanted") for cell in CELLS for row in as_long[cell].values()}
     iterations = "equal" if len(wanted) == 1 else "NOT equal"
+    speeds = _as_long_text(rows, seeds)
     return (
         f"At the cap, critical steps are equal; iterations of reinforcement learning are {iterations}. Seconds: of "
-        f"training the models {_alike(models)}; of reinforcement learning {_alike(arms)}; of serving, in the last two "
-        f"columns, {_alike(served)}. Arms that ran side by side shared the card."
+        f"training the models {_alike(models)}{speeds}; of reinforcement learning {_alike(arms)}; of serving, in the "
+        f"last two columns, {_alike(served)}. Arms that ran side by side shared the card."
     )
+
+
+def _as_long_text(rows: Sequence[Row], seeds: Sequence[int]) -> str:
+    """Where models of the plain recipe were given as long as the others by the speeds of both on one machine."""
+    found = [row for row in rows if row.get("as_long") and row.get("recipe") == "plain" and row.get("seed") in seeds]
+    if len(found) < 2 * len(seeds):
+        return ""
+    told = ", ".join(f"{row['as_long']['steps']} for {row['as_long']['full_steps']} ({row['row']})" for row in found)
+    return f" as they went, equal by speeds measured one after the other (steps of plain for full: {told})"
 
 
 def _alike(values: Sequence[float | None]) -> str:

@@ -93,10 +93,33 @@ def test_a_model_has_as_many_steps_as_its_recipe_however_busy_the_machine_is(mon
     config = replace(config, name=script.base_name(plain))
     with pytest.raises(SystemExit, match="has no row of base-full-0"):
         script.trained(config, None, plain, steps=1000, warmup_share=10)
-    row = {"row": "base", "name": "base-full-0", "tiny": False, "seconds": 12.0}
-    (tmp_path / "rows.json").write_text(json.dumps([row, {**row, "tiny": True, "seconds": 1.0}]))
+    row = {"row": "base", "name": "base-full-0", "tiny": False, "train_steps": 300}
+    (tmp_path / "rows.json").write_text(json.dumps([row, {**row, "tiny": True, "train_steps": 8}]))
+    speeds = {("muonclip", "block_attnres", None): 400.0, ("adamw", "plain", ("mla",) * 8): 600.0}
+
+    def speed(config, data):
+        return speeds[config.optimizer.kind, config.model.residual, config.model.layer_types]
+
+    monkeypatch.setattr(script, "speed_of", speed)
+    config = script.base_config(plain, (tmp_path / "a", tmp_path / "b"))
     _, went, _ = script.trained(config, None, plain, steps=1000, warmup_share=10)
-    assert went["steps"] == 120
+    assert went["steps"] == 450
+    assert script._as_long(plain, config)["as_long"]["full_steps"] == 300
+    assert config.model.mla.rope is not None  # a baseline that does not know where things are would be none
+
+
+def test_a_plain_model_takes_as_long_as_that_of_the_full_recipe(monkeypatch, tmp_path):
+    script = load_script(monkeypatch, "parl_models")
+    common = {"tiny": True, "out": tmp_path, "results": tmp_path / "rows.json"}
+    script.main(script.Settings(step="all", **common))
+    script.main(script.Settings(step="all", recipe="plain", as_long=True, **common))
+    rows = json.loads((tmp_path / "rows.json").read_text())
+    made = {row["name"]: row for row in rows if row["row"] in ("base", "sft") and row["recipe"] == "plain"}
+    assert len(made) == 2
+    for row in made.values():
+        known = row["as_long"]
+        ratio = known["tokens_per_s"]["own"] / known["tokens_per_s"]["full"]
+        assert known["full_steps"] == 8 and row["train_steps"] == known["steps"] == max(1, round(8 * ratio))
 
 
 def test_what_a_base_reads_is_answered_by_its_own_pages_and_by_no_task_s_library(monkeypatch, tmp_path):
