@@ -41,6 +41,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -223,8 +224,13 @@ def run_arm(settings: Settings) -> dict[str, Any]:
     return row | {"levels": asdict(levels)}
 
 
+told_items = lru_cache(maxsize=1)(told_pictures.told_items)
+"""Asked before and after."""
+
+
 def _make_tests(settings: Settings, arm: Arm) -> None:
     """Pictures that are held out take many milliseconds to find: they are found while the engine compiles."""
+    told_items(settings.told)
     for environment in evaluated(arm.evaluated).values():
         for number in range(settings.evaluated):
             environment.task(number, "test")
@@ -348,8 +354,8 @@ class Work:
             probes[str(loop.iteration)] = score.plain()
             chance = f"{score.chance:.3f} by chance"
             say(f"spatial probe at {loop.iteration}: {score.accuracy:.3f} of {len(score.right)} items, {chance}")
-            told_items = told_pictures.told_items(self.settings.told)
-            known = told_pictures.told_score(loop.learner.model, self.tokenizer, told_items).plain()
+            items = told_items(self.settings.told)
+            known = told_pictures.told_score(loop.learner.model, self.tokenizer, items).plain()
             probes[str(loop.iteration)]["told"] = known
             (self.folder / PROBES).write_text(json.dumps(probes) + "\n")
             say(f"pictures told in text: {known['accuracy']:.3f} right, {known['log_prob']:.3f} nats an answer")

@@ -15,6 +15,7 @@ spatial answers are yes as often as no. The score of an item is the log-prob of 
 nothing is sampled, and a change shows there long before it turns an answer.
 """
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count as counted
@@ -82,19 +83,25 @@ def told_items(count: int = COUNT, *, seed: int = 0) -> list[ToldItem]:
         ("spatial", "yes"), ("count", None), ("spatial", "no"), ("colour", None), ("spatial", "yes"),
         ("spatial", "no"), ("count", None), ("spatial", "yes"), ("colour", None), ("spatial", "no"),
     ]  # fmt: skip
-    found = [turns[number % len(turns)] for number in range(count)]
-    made = {turn: _items(*turn, seed=seed) for turn in dict.fromkeys(found)}
-    return [next(made[turn]) for turn in found]
+    wanted = [turns[number % len(turns)] for number in range(count)]
+    waiting: dict[tuple[Kind, str | None], deque[ToldItem]] = {turn: deque() for turn in turns}
+    samples = (make_sample(SEED + seed, number, ScenesConfig(), held_out=True) for number in counted())
+    found = []
+    for turn in wanted:
+        while not waiting[turn]:
+            for item in _items(next(samples)):
+                waiting[item.kind, item.choices[item.answer] if item.kind == "spatial" else None].append(item)
+        found.append(waiting[turn].popleft())
+    return found
 
 
-def _items(kind: Kind, answer: str | None, *, seed: int) -> Iterator[ToldItem]:
-    for number in counted():
-        sample = make_sample(SEED + seed, number, ScenesConfig(), held_out=True)
-        for question in sample.questions:
-            if question.task == kind and question.answer in _CHOICES[kind] and answer in (None, question.answer):
-                choices = _CHOICES[kind]
-                text = f"{_told(sample)}\n{question.prompt}"
-                yield ToldItem(kind=kind, text=text, choices=choices, answer=choices.index(question.answer))
+def _items(sample: Sample) -> Iterator[ToldItem]:
+    for question in sample.questions:
+        kind = next((each for each in KINDS if each == question.task), None)
+        if kind is not None and question.answer in _CHOICES[kind]:
+            choices = _CHOICES[kind]
+            text = f"{_told(sample)}\n{question.prompt}"
+            yield ToldItem(kind=kind, text=text, choices=choices, answer=choices.index(question.answer))
 
 
 def _told(sample: Sample) -> str:
