@@ -11,14 +11,16 @@ from perilune.rl.environment import Environment, Message, Split, Talk, Task
 from perilune.rl.lengths import ToggleConfig
 
 ArmName = Literal[
-    "vision", "vision-kinds", "vision-text-image", "vision-none", "vision-mla", "words", "shuffled", "sums", "joint",
-    "sums-toggle", "sums-rigid", "tools",
+    "vision", "vision-kinds", "vision-ptx", "vision-text-image", "vision-none", "vision-mla", "words", "shuffled",
+    "sums", "joint", "sums-toggle", "sums-rigid", "tools",
 ]  # fmt: skip
 ARMS: tuple[ArmName, ...] = get_args(ArmName)
 NUMBERS = "sums, sums-toggle, sums-rigid, tools"
 """Arms without a picture or a drawing."""
 KINDS = 0.3
 """Of the reward, for shapes of the right kinds."""
+PTX_WEIGHT, PTX_TOKENS = 0.1, 8192
+"""Of the loss of dialogues, and how many tokens of them go into an update beside some 40,000 that are sampled."""
 THRESHOLD, PERCENTILE = 0.5, 25.0
 """Of Toggle. A prompt that half of the samples solve has its budget; a quarter of the right answers keep it, since the
 shorter ones are the fewer."""
@@ -44,6 +46,8 @@ class Arm:
     trained: Mapping[str, Environment]
     evaluated: Mapping[str, Environment]
     toggle: ToggleConfig | None = None
+    ptx_weight: float = 0.0
+    """Of the dialogues that it was fine-tuned on: their loss is added."""
 
 
 def start_of(name: ArmName) -> str:
@@ -71,6 +75,7 @@ def arm_of(name: ArmName, levels: Levels, iterations: int) -> Arm:
         trained=trained.get(family, {"drawing": pictures}),
         evaluated=tested,
         toggle=toggle(iterations, is_rigid=name == "sums-rigid") if name in ("sums-toggle", "sums-rigid") else None,
+        ptx_weight=PTX_WEIGHT if name == "vision-ptx" else 0.0,
     )
 
 

@@ -8,6 +8,7 @@
     arm                starts from (rl_base.py)   learns
     vision             hybrid, zero_vision        picture -> SVG
     vision-kinds       hybrid, zero_vision        the same, paid for shapes of the right kinds too
+    vision-ptx         hybrid, zero_vision        the same, with the loss of its dialogues added
     vision-text-image  hybrid, text_image         the same
     vision-none        hybrid, none               the same
     vision-mla         mla, zero_vision           the same
@@ -47,12 +48,13 @@ from typing import Any, Literal
 
 import torch
 import tyro
-from rl_arms import Arm, ArmName, arm_of, of_numbers, shortened, start_of
+from rl_arms import PTX_TOKENS, Arm, ArmName, arm_of, of_numbers, shortened, start_of
 from rl_base import is_there
 from rl_base import main as make_models
 from rl_levels import MINI_LEVELS, Levels, choose_levels, kept_levels, look, tell, tools
 from rl_rows import add_rows, read_rows, say
 
+from perilune.data.chat_rows import ChatRows
 from perilune.data.tokenizer import Tokenizer
 from perilune.eval import told_pictures
 from perilune.eval.spatial import COUNT, spatial_items, spatial_score
@@ -165,7 +167,9 @@ class Settings:
     results: Path = Path("benchmarks/results/rl.json")
 
 
-def rl_config(settings: Settings, run: RunConfig, start: Path, toggle: ToggleConfig | None = None) -> RLConfig:
+def rl_config(
+    settings: Settings, run: RunConfig, start: Path, toggle: ToggleConfig | None = None, *, ptx_weight: float = 0.0
+) -> RLConfig:
     talk = TalkConfig(max_tokens=480, max_turns=tools(1).max_turns, processor=processor_of(run, start))
     return RLConfig(
         iterations=settings.iterations,
@@ -175,7 +179,8 @@ def rl_config(settings: Settings, run: RunConfig, start: Path, toggle: ToggleCon
         seed=settings.seed,
         rollout=RolloutConfig(group_size=settings.samples, concurrency=settings.sequences, talk=talk),
         learner=LearnerConfig(
-            optimizer=OptimizerConfig(lr=settings.lr, weight_decay=0.0), row_tokens=settings.row_tokens
+            optimizer=OptimizerConfig(lr=settings.lr, weight_decay=0.0), row_tokens=settings.row_tokens,
+            ptx_weight=ptx_weight,
         ),
         groups=GroupConfig(toggle=toggle),
         priorities=PriorityConfig(hopeless_after=2 * settings.samples),
@@ -209,11 +214,16 @@ def run_arm(settings: Settings) -> dict[str, Any]:
     threading.Thread(target=_make_tests, args=(settings, arm), daemon=True).start()
     model, tokenizer, run = load_run(start, device=device)
     say(f"{start.name} is loaded, {model.num_parameters():,} parameters")
-    config = rl_config(settings, run, start, arm.toggle)
+    config = rl_config(settings, run, start, arm.toggle, ptx_weight=arm.ptx_weight)
+    ptx = None
+    if arm.ptx_weight:
+        assert run.data.chat is not None, f"{start} was not fine-tuned on dialogues"
+        length = run.data.seq_len if settings.tiny else PTX_TOKENS
+        ptx = ChatRows(run.data.chat, tokenizer, seq_len=length, seed=settings.seed, cache_dir=run.data.cache_dir)
     resume = _begun(settings, levels, folder)
     with StopRequest(lambda name: say(f"{name}: finishing the iteration and saving")) as stop:
         work = Work(
-            settings=settings, arm=arm, folder=folder, model=model, tokenizer=tokenizer, stop=stop,
+            settings=settings, arm=arm, folder=folder, model=model, tokenizer=tokenizer, ptx=ptx, stop=stop,
             end=began + settings.seconds,
         )  # fmt: skip
         asyncio.run(work.run(config, resume=resume))
@@ -310,6 +320,7 @@ class Work:
     folder: Path
     model: Decoder
     tokenizer: Tokenizer
+    ptx: ChatRows | None
     stop: StopRequest
     end: float
     """When the call has to be over."""
@@ -317,7 +328,7 @@ class Work:
     async def run(self, config: RLConfig, *, resume: bool) -> None:
         settings = self.settings
         async with Loop(
-            self.model, self.tokenizer, self.arm.trained, config, folder=self.folder, resume=resume
+            self.model, self.tokenizer, self.arm.trained, config, folder=self.folder, resume=resume, ptx=self.ptx
         ) as loop:  # fmt: skip
             say(f"engine ready, iteration {loop.iteration} of {settings.iterations}")
             looked = await self._look(loop)

@@ -18,7 +18,8 @@ from perilune.report.plots import Plot, Series, save_png
 
 SMOOTHED = 10
 DRAWN = {
-    "vision": "zero-vision SFT", "vision-kinds": "paid for kinds too", "vision-text-image": "text+image SFT",
+    "vision": "zero-vision SFT", "vision-kinds": "paid for kinds too", "vision-ptx": "with PTX",
+    "vision-text-image": "text+image SFT",
     "vision-none": "SFT without pictures", "vision-mla": "zero-vision SFT, all MLA",
     "shuffled": "pictures of other tasks",
 }  # fmt: skip

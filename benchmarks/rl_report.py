@@ -238,7 +238,13 @@ def _joint(found: Rows) -> list[Bar]:
         ]
         return ", ".join(told), None
 
-    arms = {"pictures alone": "vision", "sums alone": "sums", "words alone": "words", "joint": "joint"}
+    arms = {
+        "pictures alone": "vision",
+        "pictures and PTX": "vision-ptx",
+        "sums alone": "sums",
+        "words alone": "words",
+        "joint": "joint",
+    }
     return [_bar(found, f"6. {name}", "reported", [arm], say) for name, arm in arms.items()]
 
 

@@ -249,6 +249,14 @@ def test_an_arm_that_runs_out_of_time_goes_on_where_it_was_and_keeps_what_it_mea
         arm(scripts, models, "vision", lr=1.0)
 
 
+def test_an_arm_with_ptx_reads_the_dialogues_of_its_start_in_every_update(scripts, models: Path) -> None:
+    row = arm(scripts, models, "vision-ptx", seconds=600.0)
+    assert row["iterations"] == 2
+    lines = (models / "rl-vision-ptx-0" / "records.jsonl").read_text().splitlines()
+    losses = [json.loads(line)["ptx_loss"] for line in lines]
+    assert len(losses) == 2 and all(loss > 0 for loss in losses)
+
+
 def test_an_arm_that_is_told_to_stop_saves_and_leaves_and_goes_on_later(
     scripts, models: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
