@@ -1,6 +1,7 @@
 """Running engines in tests, and what they must give: the tokens of `generate`, step by step, alone."""
 
-from functools import cache
+from functools import cache, partial
+from unittest.mock import patch
 
 import torch
 
@@ -8,6 +9,7 @@ from perilune.data.media import merge_media
 from perilune.model import Decoder, MediaInput, SamplingConfig, generate
 from perilune.serve.engine import Engine, EngineConfig, forbidden_ids
 from perilune.serve.request import Output, Request, SamplingParams
+from perilune.serve.runner import Runner
 from tests.serve import tiny
 
 SMALL = EngineConfig(
@@ -15,8 +17,11 @@ SMALL = EngineConfig(
 )
 
 
-def make_engine(model: Decoder, config: EngineConfig = SMALL) -> Engine:
-    return Engine(model, tiny.tokenizer(), config)
+def make_engine(model: Decoder, config: EngineConfig = SMALL, *, padded: bool = False) -> Engine:
+    """With `padded` steps are filled up to buckets, as those of CUDA graphs are."""
+    made = partial(Runner, use_graphs=True) if padded else Runner
+    with patch("perilune.serve.engine.Runner", made):
+        return Engine(model, tiny.tokenizer(), config)
 
 
 def ask(name: str, prompt: tuple[int, ...], **params: object) -> Request:

@@ -1,6 +1,7 @@
 """In float64 an engine gives the tokens of `generate`, whatever it is given to do at the same time.
 
-Requests come, share beginnings, are cancelled, pre-empted, cut into chunks and found in the cache, in any order.
+Requests come, share beginnings, are cancelled, pre-empted, cut into chunks and found in the cache, in any order; steps
+run module by module or padded, as CUDA graphs do.
 """
 
 from dataclasses import replace
@@ -35,8 +36,8 @@ def build(prompt: tuple[int, ...], pictures: tuple[int, ...], settings: tuple, n
 class EngineMachine(RuleBasedStateMachine):
     variants = tuple(tiny.VARIANTS)
 
-    @initialize(data=st.data(), asynchronous=st.booleans())
-    def start(self, data: st.DataObject, asynchronous: bool) -> None:
+    @initialize(data=st.data(), asynchronous=st.booleans(), padded=st.booleans())
+    def start(self, data: st.DataObject, asynchronous: bool, padded: bool) -> None:
         self.variant = data.draw(st.sampled_from(self.variants))
         config = replace(
             SMALL,
@@ -47,7 +48,7 @@ class EngineMachine(RuleBasedStateMachine):
             num_snapshots=data.draw(st.integers(0, 5)),
             prefix_caching=data.draw(st.sampled_from((True, True, False))),
         )
-        self.engine: Engine = make_engine(tiny.model(self.variant), config)
+        self.engine: Engine = make_engine(tiny.model(self.variant), config, padded=padded)
         self.asked: dict[str, tuple] = {}
         self.got: dict[str, list[Output]] = {}
         self.cancelled: set[str] = set()
@@ -61,6 +62,7 @@ class EngineMachine(RuleBasedStateMachine):
         seed=st.integers(0, 3),
         priority=st.integers(-1, 1),
         copies=st.sampled_from((1, 1, 3)),
+        whole=st.booleans(),
     )
     def ask(
         self,
@@ -72,6 +74,7 @@ class EngineMachine(RuleBasedStateMachine):
         seed: int,
         priority: int,
         copies: int,
+        whole: bool,
     ) -> None:
         shown = tuple(pictures) if self.variant == "pictures" else ()
         for copy in range(copies):
@@ -82,7 +85,7 @@ class EngineMachine(RuleBasedStateMachine):
             )
             name = str(len(self.asked))
             self.asked[name] = made_of
-            self.engine.add(replace(build(*made_of, name), priority=priority))
+            self.engine.add(replace(build(*made_of, name), priority=priority, whole=whole))
 
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
