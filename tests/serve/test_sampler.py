@@ -105,7 +105,7 @@ def test_penalties_bias_and_bans_are_those_of_the_definition(
     for n in range(5):
         logits = logits_of(sequence, n)
         want = expected_logits(logits.tolist(), params, [1, 2, 2, sequence % VOCAB], generated, forbidden)
-        changed, _ = sampler._changed(logits[None], _Batch([row]))
+        changed, _ = sampler._changed(logits[None], _Batch([row], VOCAB))
         assert changed[0].tolist() == pytest.approx(want, abs=1e-9)
         sampled = sampler.sample(logits[None], [row]).host()
         assert sampled.problems == [None] and want[sampled.token_ids[0]] > -math.inf

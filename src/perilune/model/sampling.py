@@ -73,6 +73,8 @@ PROBLEMS: dict[int, str] = {
 }
 
 TILE_ELEMENTS = 1 << 24  # rows are weighed in tiles of so many numbers: 128 MiB for each tensor of a tile
+GREEDY = -1
+UNIFORM = 4  # of the columns
 MAX_SHORT = 1024  # top-k up to here looks for the k largest; beyond, rows are sorted
 
 
@@ -94,41 +96,50 @@ class Settings:
             raise ValueError(f"settings have {lengths!r} entries, expected one per row in each")
 
 
-def draw(logits_NV: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
+@dataclass(eq=False)
+class Arranged:
+    """The same as arrays, with rows by the work that they need. Of a batch that stays the same, `columns[UNIFORM]` is
+    all that changes from token to token."""
+
+    columns: np.ndarray
+    """float64 [5, N]: temperature, top_k, top_p, min_p, uniform"""
+    groups: list[tuple[int, np.ndarray]]
+    """(how many of the largest weights the cuts have to see, rows); greedy rows are in none."""
+
+    @staticmethod
+    def of(settings: Settings, vocab_size: int) -> "Arranged":
+        given = (settings.temperature, settings.top_k, settings.top_p, settings.min_p, settings.uniform)
+        columns = np.array([np.asarray(column, np.float64) for column in given])
+        widths = _widths(columns, vocab_size)
+        groups = [(width, np.flatnonzero(widths == width)) for width in sorted(set(widths.tolist()) - {GREEDY})]
+        return Arranged(columns=columns, groups=groups)
+
+
+def draw(logits_NV: Tensor, settings: Settings | Arranged) -> tuple[Tensor, Tensor]:
     """(token ids [N] int64, problems [N] int64: FINE or a key of PROBLEMS), on the device of the logits."""
-    if logits_NV.ndim != 2 or len(logits_NV) != len(settings.temperature):
-        raise ValueError(
-            f"logits have the shape {tuple(logits_NV.shape)!r}, expected [{len(settings.temperature)}, vocabulary]"
-        )
+    rows = len(settings.temperature) if isinstance(settings, Settings) else settings.columns.shape[1]
+    if logits_NV.ndim != 2 or len(logits_NV) != rows:
+        raise ValueError(f"logits have the shape {tuple(logits_NV.shape)!r}, expected [{rows}, vocabulary]")
     if not logits_NV.numel():
         return logits_NV.new_zeros(0, dtype=torch.long), logits_NV.new_zeros(0, dtype=torch.long)
     largest_N, ids_N = logits_NV.max(dim=-1)  # NaN counts as largest, and the first of equals is taken
     not_a_number = torch.where(largest_N < torch.inf, FINE, NOT_A_NUMBER)
     problems_N = torch.where(largest_N == -torch.inf, NOTHING_ALLOWED, not_a_number)
-    columns = np.stack(
-        [
-            np.asarray(column, np.float64)
-            for column in (settings.temperature, settings.top_k, settings.top_p, settings.min_p, settings.uniform)
-        ]
-    )
-    widths = _widths(columns, logits_NV.shape[1])
-    for width in np.unique(widths):
-        if width < 0:
-            continue
-        rows = np.flatnonzero(widths == width)
-        tile = max(1, TILE_ELEMENTS // logits_NV.shape[1])
-        for start in range(0, len(rows), tile):
-            some = rows[start : start + tile]
+    arranged = Arranged.of(settings, logits_NV.shape[1]) if isinstance(settings, Settings) else settings
+    tile = max(1, TILE_ELEMENTS // logits_NV.shape[1])
+    for width, members in arranged.groups:
+        for start in range(0, len(members), tile):
+            some = members[start : start + tile]
             if len(some) == len(logits_NV):
-                ids_N = _drawn(logits_NV, largest_N, columns, int(width))
+                ids_N = _drawn(logits_NV, largest_N, arranged.columns, width)
             else:
                 index_n = to_device(some, logits_NV.device)
-                ids_N[index_n] = _drawn(logits_NV[index_n], largest_N[index_n], columns[:, some], int(width))
+                ids_N[index_n] = _drawn(logits_NV[index_n], largest_N[index_n], arranged.columns[:, some], width)
     return torch.where(problems_N == FINE, ids_N, 0), problems_N
 
 
 def _widths(columns: np.ndarray, vocab_size: int) -> np.ndarray:
-    """How many of the largest weights the cuts of each row have to see, [N]; -1: the row is greedy.
+    """How many of the largest weights the cuts of each row have to see, [N]; GREEDY: none is weighed.
 
     0: no cut needs the weights in order. Rows share a width so that a few of them do not make all of them sort.
     """
@@ -136,7 +147,7 @@ def _widths(columns: np.ndarray, vocab_size: int) -> np.ndarray:
     cuts = (top_k > 0) & (top_k < vocab_size)
     widths = np.where(cuts | (top_p < 1), vocab_size, 0)
     widths[cuts & (top_k <= MAX_SHORT)] = min(MAX_SHORT, vocab_size)
-    widths[temperature <= 0] = -1
+    widths[temperature <= 0] = GREEDY
     return widths
 
 

@@ -24,7 +24,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from perilune.model.sampling import FINE, PROBLEMS, Settings, draw, scrambled, to_device, uniforms
+from perilune.model.sampling import (
+    FINE,
+    PROBLEMS,
+    UNIFORM,
+    Arranged,
+    Settings,
+    draw,
+    scrambled,
+    to_device,
+    uniforms,
+)
 from perilune.serve.request import SamplingParams, TokenLogprob
 
 if TYPE_CHECKING:
@@ -102,14 +112,18 @@ class Sampled:
 class _Batch:
     """What follows from the parameters of some rows; from one step to the next they are mostly the same."""
 
-    def __init__(self, rows: Sequence[SamplerRow]) -> None:
+    def __init__(self, rows: Sequence[SamplerRow], vocab_size: int) -> None:
         self.rows = list(rows)
         params = [row.params for row in rows]
-        self.temperature = np.array([each.temperature for each in params], np.float64)
-        self.top_k = np.array([each.top_k for each in params], np.int64)
-        self.top_p = np.array([each.top_p for each in params], np.float64)
-        self.min_p = np.array([each.min_p for each in params], np.float64)
-        self.seeds = scrambled([row.seed for row in rows])
+        settings = Settings(
+            temperature=[each.temperature for each in params],
+            top_k=[each.top_k for each in params],
+            top_p=[each.top_p for each in params],
+            min_p=[each.min_p for each in params],
+            uniform=[0.0] * len(params),
+        )
+        self._arranged = Arranged.of(settings, vocab_size)
+        self._seeds = scrambled([row.seed for row in rows])
         self.asked = [n for n, each in enumerate(params) if each.logprobs is not None]
         self.tops = [params[n].logprobs or 0 for n in self.asked]
         self.penalized = [n for n, row in enumerate(rows) if row.is_penalized]
@@ -117,13 +131,12 @@ class _Batch:
         self.may_ban_stops = [n for n, each in enumerate(params) if each.min_tokens]
         self.constrained = [n for n, row in enumerate(rows) if row.grammar is not None]
 
-    def settings(self) -> Settings:
+    def settings(self) -> Arranged:
         """Of the next token of every row."""
-        indices = np.array([row.index for row in self.rows], np.uint64)
-        return Settings(
-            temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p,
-            uniform=uniforms(self.seeds, indices),
-        )  # fmt: skip
+        if self._arranged.groups:
+            indices = np.array([row.index for row in self.rows], np.uint64)
+            self._arranged.columns[UNIFORM] = uniforms(self._seeds, indices)
+        return self._arranged
 
 
 class Sampler:
@@ -140,7 +153,7 @@ class Sampler:
             raise ValueError(f"all {vocab_size} tokens are forbidden: nothing is left to sample")
         self._banned_V = torch.from_numpy(banned).to(device) if banned.any() else None
         self._nothing = torch.tensor(-torch.inf, device=device)
-        self._batch = _Batch(())
+        self._batch = _Batch((), vocab_size)
 
     @torch.no_grad()
     def sample(self, logits_NV: Tensor, rows: Sequence[SamplerRow]) -> Sampled:
@@ -150,7 +163,7 @@ class Sampler:
                 f"logits have the shape {tuple(logits_NV.shape)!r}, expected [{len(rows)}, {self.vocab_size}]"
             )
         if self._batch.rows != list(rows):  # not the same objects in the same order
-            self._batch = _Batch(rows)
+            self._batch = _Batch(rows, self.vocab_size)
         batch = self._batch
         changed_NV, failures = self._changed(logits_NV, batch)
         ids_N, problems_N = draw(changed_NV, batch.settings())
