@@ -1,6 +1,6 @@
 """The page of benchmarks/rl_experiments.py: bars, curves of every arm, answers before and after. No script of its own.
 
-Curves are means over the seeds of an arm and over ten iterations; rewards of training are those of sampled answers,
+Curves are means over the seeds of an arm and the last ten iterations; rewards of training are those of sampled answers,
 those of tables are greedy, on test tasks.
 """
 
@@ -36,9 +36,8 @@ def curves(rows: Sequence[Row], names: Mapping[str, str], value: str) -> list[Se
             continue
         length = min(map(len, kept))
         mean = np.array([each[:length] for each in kept], dtype=np.float64).mean(0)
-        window = min(SMOOTHED, length)
-        y = np.convolve(mean, np.ones(window) / window, mode="valid")
-        found.append(Series(name=name, x=list(range(window, length + 1)), y=y.tolist()))
+        y = [float(mean[max(0, end - SMOOTHED) : end].mean()) for end in range(1, length + 1)]
+        found.append(Series(name=name, x=list(range(1, length + 1)), y=y))
     return found
 
 
