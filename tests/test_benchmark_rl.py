@@ -17,7 +17,8 @@ from tests.peers import torchvision_stub
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 NAMES = (
-    "rl_rows", "rl_texts", "rl_base", "rl_levels", "rl_arms", "rl_report", "rl_experiments", "rl_step", "rl_throughput",
+    "rl_rows", "rl_texts", "rl_base", "rl_levels", "rl_arms", "rl_report", "rl_page", "rl_experiments", "rl_step",
+    "rl_throughput",
 )  # fmt: skip
 
 
@@ -503,6 +504,27 @@ def test_arms_with_tasks_of_different_levels_are_said_to_differ(scripts, tmp_pat
     scripts.rows.add_rows(tmp_path / "rl.json", rows, key=scripts.experiments.KEY)
     text = scripts.report.write_report(tmp_path / "rl.json", tmp_path / "none.json")
     assert "levels differ" not in text and "Levels of the tasks: sums 2." in text
+
+
+def test_the_page_shows_curves_and_answers_of_the_arms_that_there_are(scripts, tmp_path: Path) -> None:
+    shown = {"environment": "sums", "task": "A sum.", "prompt": "What is it?", "text": "#### 4", "reward": 1.0}
+    rows = [
+        made_row(name, 0.3, 0.5, seed=seed)
+        | {
+            "tasks": 32, "samples": 8, "environment": {"machine": "H200"},
+            "examples": {"before": [shown], "after": [shown]},
+            "curves": {"reward": [0.1, 0.5, 0.9], "length": [9.0, 8.0, 7.0], "gap": [0.0], "clipped": [0.0]},
+        }
+        for name in ("vision", "sums") for seed in (0, 1)
+    ]  # fmt: skip
+    scripts.rows.add_rows(tmp_path / "rl.json", rows, key=scripts.experiments.KEY)
+    settings = scripts.experiments.Settings(arm="report", results=tmp_path / "rl.json", png=tmp_path / "rl.png")
+    scripts.experiments.main(settings)
+    page = (tmp_path / "rl.html").read_text()
+    assert "Picture to SVG" in page and "What is it?" in page and "#### 4" in page
+    assert (tmp_path / "rl.png").read_bytes().startswith(b"\x89PNG")
+    (series,) = scripts.page.curves(rows, {"sums": "word problems"}, "reward")
+    assert series.x == [1, 2, 3] and series.y == pytest.approx([0.1, 0.3, 0.5])
 
 
 def test_rows_are_merged_by_their_key(scripts, tmp_path: Path) -> None:
