@@ -437,7 +437,8 @@ def row_of(
             "equal_groups": [_short(_equal(settings, record)) for record in records],
         },
         "examples": {
-            when: [_kept(each) for each in found["samples"]] for when, found in (("before", first), ("after", last))
+            when: [_kept(each, pictures=each["environment"] in arm.trained) for each in found["samples"]]
+            for when, found in (("before", first), ("after", last))
         },
         "engine": {"sequences": config.engine.max_sequences, "memory_gib": config.engine.memory_gib},
         "commit": settings.commit or environment.get("commit", ""),
@@ -458,12 +459,13 @@ def _numbers(arm: Arm, settings: Settings, evaluation: Mapping[str, Any]) -> dic
     return numbers
 
 
-def _kept(sample: Mapping[str, Any]) -> dict[str, Any]:
+def _kept(sample: Mapping[str, Any], *, pictures: bool) -> dict[str, Any]:
+    """Pictures of what an arm learns, and no others: they are most of a row."""
     cut = {name: value[:KEPT_TEXT] for name, value in sample.items() if name in ("prompt", "text", "problem")}
-    pictures = {name: sample[name] for name in ("image", "drawn") if name in sample}
+    shown = {name: sample[name] for name in ("image", "drawn") if pictures and name in sample}
     return {
         **cut,
-        **pictures,
+        **shown,
         "environment": sample["environment"],
         "task": sample["task"][:80],
         "reward": sample["reward"],

@@ -299,8 +299,7 @@ def _told_lines(found: Rows) -> list[str]:
 
 def _probe_lines(found: Rows) -> list[str]:
     lines = ["| arm | before | after | after - before | arm - vision RL |", "|---|---|---|---|---|"]
-    names = PROBED
-    for arm, name in names.items():
+    for arm, name in PROBED.items():
         rows = [row for (row,) in found.of(arm)]
         if not rows:
             lines.append(f"| {name} | {MISSING} | | | |")
@@ -312,7 +311,7 @@ def _probe_lines(found: Rows) -> list[str]:
             beside = _told(paired_interval([mine for mine, _ in values], [other for _, other in values]))
         told = _told(paired_interval(before, after))
         lines.append(f"| {name} | {np.mean(before):.3f} | {np.mean(after):.3f} | {told} | {beside} |")
-    known = [row for arm in names for (row,) in found.of(arm)]
+    known = [row for arm in PROBED for (row,) in found.of(arm)]
     if known:
         probe = known[0]["probe_before"]
         lines.append(f"\n{probe['items']} items, chance {probe['chance']:.3f}. A null is a result.")

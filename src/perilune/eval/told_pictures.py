@@ -33,7 +33,7 @@ Kind = Literal["spatial", "count", "colour"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 COUNT = 1000
 SEED = 0x746F6C64
-"""Numbers of pictures begin apart from those that anything else draws."""
+"""Of the pictures: another than anything else draws with."""
 _CHOICES: dict[str, tuple[str, ...]] = {
     "spatial": ("yes", "no"), "count": tuple(map(str, range(7))), "colour": ScenesConfig().colours,
 }  # fmt: skip

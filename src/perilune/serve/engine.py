@@ -239,8 +239,7 @@ class Engine:
             self._runner.copy_state(source, target)
         end, sampled_rows, rows, scores = 0, [], [], {}
         for share in plan.shares:
-            answer, first = self._answers[share.request_id], end
-            end += 1 if share.want == "last" else share.num_rows
+            answer, first, end = self._answers[share.request_id], end, end + share.num_rows
             if share.want == "all":
                 targets = answer.request.prompt[share.start + 1 : share.end + 1]
                 top = answer.request.params.prompt_logprobs or 0

@@ -125,7 +125,7 @@ class Runner:
             self._check(share)
         if not plan.shares:
             return self.model.logits(self.model.embed_tokens.weight[:0])
-        if self._graphs is not None and all(map(_is_plain_decode, plan.shares)):
+        if self._graphs is not None and all(map(_is_plain_decode, plan.shares)):  # mostly: nothing is sorted out
             return self._graphs.run(plan.shares, self._tables.of(plan.shares), late_ids)
         if self.deterministic:
             return torch.cat([self._deterministic_logits(share) for share in plan.shares])
