@@ -41,8 +41,23 @@ class PaperRunner:
         self.latents: dict[tuple[int, int], bytes] = {}
         self.num_computed = 0
 
-    def run(self, plan: StepPlan, late_ids: Sequence[int] = ()) -> list[int]:
-        """The greedy token of every share that samples."""
+    def run(self, plan: StepPlan, late_ids: Sequence[int] = ()) -> list[list[int]]:
+        """The greedy token of every share that samples, in every round."""
+        rounds = [self._round(plan, late_ids)]
+        self._save(plan, 0)
+        for number in range(1, plan.rounds):
+            assert all(len(share.tokens) == 1 and share.samples for share in plan.shares)
+            rounds.append(self._round(plan.later_round(number), rounds[-1]))
+            self._save(plan, number)
+        return rounds
+
+    def _save(self, plan: StepPlan, number: int) -> None:
+        for source, target, after in plan.save:
+            assert 0 <= after < plan.rounds
+            if after == number:
+                self.slots[target] = self.slots[source]
+
+    def _round(self, plan: StepPlan, late_ids: Sequence[int]) -> list[int]:
         slots = [share.slot for share in plan.shares]
         assert len(set(slots)) == len(slots), "two shares of one step write to one slot"
         lengths = [len(share.tokens) > 1 for share in plan.shares]
@@ -73,8 +88,6 @@ class PaperRunner:
             self.num_computed += len(tokens)
             if share.samples:
                 sampled.append(next_token(state))
-        for source, target in plan.save:
-            self.slots[target] = self.slots[source]
         return sampled
 
     def _prefix(self, pages: Sequence[int], start: int, slot: int) -> bytes:

@@ -242,7 +242,7 @@ def test_prompt_scores_survive_a_preemption() -> None:
 def test_scores_that_are_known_are_not_counted_twice() -> None:
     request = ask("a", PROMPT, prompt_logprobs=0)
     job = Job(request_id="a", tokens=list(PROMPT), num_prompt=len(PROMPT), max_tokens=1, scores_prompt=True)
-    answer = Answer(request, job, SamplerRow(request.params, seed=0), frozenset(), tiny.tokenizer())
+    answer = Answer(request, job, SamplerRow(request.params, seed=0), tiny.tokenizer())
     scores = [TokenLogprob(token_id=token, logprob=-1.0) for token in PROMPT[1:]]
     answer.scored(1, scores[:7])
     answer.scored(1, scores[:11])  # again from the beginning, after a pre-emption

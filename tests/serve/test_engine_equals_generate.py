@@ -1,7 +1,7 @@
 """In float64 an engine gives the tokens of `generate`, whatever it is given to do at the same time.
 
 Requests come, share beginnings, are cancelled, pre-empted, cut into chunks and found in the cache, in any order; steps
-run module by module or padded, as CUDA graphs do.
+run module by module or padded, as CUDA graphs do; answers that are wanted whole are sampled in bursts.
 """
 
 from dataclasses import replace
@@ -47,6 +47,7 @@ class EngineMachine(RuleBasedStateMachine):
             token_budget=data.draw(st.integers(5, 24)),
             num_snapshots=data.draw(st.integers(0, 5)),
             prefix_caching=data.draw(st.sampled_from((True, True, False))),
+            burst=data.draw(st.sampled_from((1, 3, 4))),
         )
         self.engine: Engine = make_engine(tiny.model(self.variant), config, padded=padded)
         self.asked: dict[str, tuple] = {}
@@ -62,7 +63,7 @@ class EngineMachine(RuleBasedStateMachine):
         seed=st.integers(0, 3),
         priority=st.integers(-1, 1),
         copies=st.sampled_from((1, 1, 3)),
-        whole=st.booleans(),
+        whole=st.sampled_from((True, True, False)),
     )
     def ask(
         self,

@@ -36,14 +36,17 @@ class Bench:
         self.scheduler = Scheduler(config, num_pages=num_pages, page_size=page_size, states=states)
         self.runner = PaperRunner(page_size=page_size, has_states=has_states, border=config.border)
         self.late = late
-        self.sampled: list[int] = []
+        self.sampled: list[list[int]] = [[]]
         self.in_flight = False
         self.jobs: dict[str, Job] = {}
         self.answers: dict[str, list[int]] = {}
         self.plans: list[StepPlan] = []
 
     def add(self, name: str, prompt: list[int], max_tokens: int = 6, **fields: object) -> Job:
-        job = Job(request_id=name, tokens=list(prompt), num_prompt=len(prompt), max_tokens=max_tokens, **fields)
+        job = Job(
+            request_id=name, tokens=list(prompt), num_prompt=len(prompt), max_tokens=max_tokens,
+            stop_ids=frozenset({STOP}), **fields,
+        )  # fmt: skip
         self.scheduler.add(job)
         self.jobs[name] = job
         return job
@@ -59,7 +62,7 @@ class Bench:
         if plan is not None:
             self.plans.append(plan)
             assert plan.num_tokens <= self.scheduler.config.token_budget or self.scheduler.config.border > 1
-            self.sampled = self.runner.run(plan, sampled)
+            self.sampled = self.runner.run(plan, sampled[-1])
         self.in_flight = plan is not None and self.late
         if not self.late and plan is not None:
             self.land(self.sampled)
@@ -67,11 +70,11 @@ class Bench:
             self.land(sampled)
         return plan is not None or was_in_flight
 
-    def land(self, sampled: list[int]) -> None:
+    def land(self, sampled: list[list[int]]) -> None:
         for landed in self.scheduler.land(sampled):
             job = landed.job
             at_end = job.num_sampled == job.max_tokens and job.landed >= job.num_prompt
-            if landed.token == STOP or at_end:
+            if landed.tokens[-1:] == [STOP] or at_end:
                 self.answers[job.request_id] = job.tokens[job.num_prompt :]
                 self.cancel(job.request_id)
 
@@ -348,23 +351,29 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_snapshots=st.integers(0, 5),
         border=st.sampled_from([1, 1, 4]),
         prefix_caching=st.sampled_from([True, True, True, False]),
+        burst=st.integers(1, 4),
     )
     def start(
-        self, late: bool, has_states: bool, num_pages: int, num_snapshots: int, border: int, prefix_caching: bool
-    ) -> None:
-        config = replace(CONFIG, border=border, prefix_caching=prefix_caching, patience=4)
+        self, late: bool, has_states: bool, num_pages: int, num_snapshots: int, border: int, prefix_caching: bool,
+        burst: int,
+    ) -> None:  # fmt: skip
+        burst = burst if border == 1 else 1
+        config = replace(CONFIG, border=border, prefix_caching=prefix_caching, patience=4, burst=burst)
         self.bench = Bench(
             config, num_pages=num_pages, num_snapshots=num_snapshots, has_states=has_states, late=late, max_sequences=3
         )
         self.asked: dict[str, tuple[list[int], int]] = {}
         self.count = 0
 
-    @rule(prompt=PROMPTS, max_tokens=st.integers(0, 24), priority=st.integers(-1, 1), waits=st.booleans())
-    def add(self, prompt: list[int], max_tokens: int, priority: int, waits: bool) -> None:
+    @rule(
+        prompt=PROMPTS, max_tokens=st.integers(0, 24), priority=st.integers(-1, 1), waits=st.booleans(),
+        bursts=st.sampled_from([True, True, True, False]),
+    )  # fmt: skip
+    def add(self, prompt: list[int], max_tokens: int, priority: int, waits: bool, bursts: bool = True) -> None:
         name = str(self.count)
         self.count += 1
         self.asked[name] = prompt, max_tokens
-        self.bench.add(name, prompt, max_tokens, priority=priority, waits=waits)
+        self.bench.add(name, prompt, max_tokens, priority=priority, waits=waits, bursts=bursts and not waits)
 
     @rule(data=st.data(), max_tokens=st.integers(1, 20))
     def add_after_an_earlier_one(self, data: st.DataObject, max_tokens: int) -> None:
@@ -416,10 +425,11 @@ TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = settings(max_examples=80, stateful_step_count=30)
 
 
+@pytest.mark.parametrize("burst", (1, 4))
 @pytest.mark.parametrize("late", (False, True))
-def test_nothing_leaks_in_ten_thousand_random_events(late: bool) -> None:
+def test_nothing_leaks_in_ten_thousand_random_events(late: bool, burst: int) -> None:
     rng = random.Random(int(late))
-    bench = Bench(late=late, num_pages=16, num_snapshots=4, max_sequences=4)
+    bench = Bench(replace(CONFIG, burst=burst), late=late, num_pages=16, num_snapshots=4, max_sequences=4)
     asked: dict[str, tuple[list[int], int]] = {}
     for event in range(10_000):
         kind = rng.random()
@@ -428,7 +438,8 @@ def test_nothing_leaks_in_ten_thousand_random_events(late: bool) -> None:
             start = rng.choice(known[-8:])[0][: rng.randrange(30)] if known and rng.random() < 0.6 else []
             prompt = start + [rng.randrange(VOCABULARY) for _ in range(rng.randrange(1, 12))]
             asked[str(event)] = prompt, rng.randrange(24)
-            bench.add(str(event), *asked[str(event)], priority=rng.randrange(3), waits=rng.random() < 0.2)
+            waits = rng.random() < (0.2 if burst == 1 else 0.02)
+            bench.add(str(event), *asked[str(event)], priority=rng.randrange(3), waits=waits, bursts=not waits)
         elif kind < 0.12 and bench.jobs:
             bench.cancel(rng.choice(list(bench.jobs)))
         else:
@@ -438,6 +449,7 @@ def test_nothing_leaks_in_ten_thousand_random_events(late: bool) -> None:
     assert len(bench.answers) > 500 and bench.scheduler.num_preemptions > 20 and bench.scheduler.num_reused_tokens > 500
     for name, answer in bench.answers.items():
         assert answer == expected(*asked[name])
+    assert burst == 1 or sum(plan.rounds > 1 for plan in bench.plans) > 100
 
 
 def test_a_job_that_is_pre_empted_in_flight_leaves_no_promise_about_pages_it_never_filled() -> None:
@@ -456,7 +468,7 @@ def test_a_job_that_is_pre_empted_in_flight_leaves_no_promise_about_pages_it_nev
     for name, length in (*((name, 1) for name in "ABCDE"), ("J", 17)):
         added(name, length)
     scheduler.plan()
-    scheduler.land([7] * 6)
+    scheduler.land([[7] * 6])
     scheduler.config = replace(scheduler.config, token_budget=8)
     added("K", 7)
     flights = []
@@ -465,7 +477,7 @@ def test_a_job_that_is_pre_empted_in_flight_leaves_no_promise_about_pages_it_nev
         assert plan is not None
         flights.append(plan)
         if len(flights) == 2:
-            scheduler.land([7] * sum(share.samples for share in flights.pop(0).shares))
+            scheduler.land([[7] * sum(share.samples for share in flights.pop(0).shares)])
     scheduler.remove("K")
     assert scheduler.prefixes.lookup(added("K", 7)).depth == 0
 

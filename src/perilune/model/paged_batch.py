@@ -60,6 +60,29 @@ def decode_numbers(runs: Sequence[Run], *, page_size: int, scratch_row: int, num
     return numbers
 
 
+def round_numbers(
+    first: np.ndarray, table: np.ndarray, rounds: Sequence[int], *, page_size: int, scratch_row: int
+) -> np.ndarray:
+    """[most rounds, 6, num_rows] int32: the numbers of a burst, round after round. In each, the runs that have as many
+    compute the token that their own row of late ids holds; the others, which come after them, are padding."""
+    count, most = len(rounds), max(rounds)
+    numbers = np.tile(first, (most, 1, 1))
+    later = np.arange(most)[:, None]
+    going = later < np.array(rounds)
+    positions = first[POSITION, :count].astype(np.int64) + later
+    rows = np.full(positions.shape, scratch_row)
+    if table.shape[1]:
+        pages = table[np.arange(count), np.minimum(positions // page_size, table.shape[1] - 1)]
+        rows = pages.astype(np.int64) * page_size + positions % page_size
+    numbers[:, POSITION, :count] = np.where(going, positions, 0)
+    numbers[:, WRITE_ROW, :count] = np.where(going, rows, scratch_row)
+    numbers[:, SLOT, :count] = np.where(going, first[SLOT, :count], -1)
+    numbers[:, LENGTH, :count] = np.where(going, positions + 1, 0)
+    numbers[1:, TOKEN, :count] = 0
+    numbers[1:, LATE, :count] = np.where(going[1:], np.arange(count), -1)
+    return numbers
+
+
 def page_table(runs: Sequence[Run], *, num_rows: int | None = None, width: int | None = None) -> np.ndarray:
     """[num_rows, width] int32; entries past the pages of a run are 0, and never read."""
     width = max((len(run.pages) for run in runs), default=0) if width is None else width

@@ -8,6 +8,7 @@ is over, or until they change (`so_far`), and its text is read then. With stop s
 event all the same: they have to be looked at one by one.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from perilune.data.tokenizer import Tokenizer
@@ -31,14 +32,12 @@ class _Held:
 
 
 class Answer:
-    def __init__(
-        self, request: Request, job: Job, row: SamplerRow, stop_ids: frozenset[int], tokenizer: Tokenizer
-    ) -> None:
+    def __init__(self, request: Request, job: Job, row: SamplerRow, tokenizer: Tokenizer) -> None:
         self.request, self.job, self.row = request, job, row
         self.kept = None if request.params.routes is None else Kept(request.params.routes)
         """Its routes that pages may not hold any more; None: nobody asked for routes."""
-        self._stop_ids, self._tokenizer = stop_ids, tokenizer
-        self._held = _Held() if request.whole and not request.params.stop and row.grammar is None else None
+        self._stop_ids, self._tokenizer = job.stop_ids, tokenizer
+        self._held = _Held() if request.is_held else None
         self._text = TextStream(tokenizer, request.params.stop, request.params.include_stop)
         # Nothing predicts the first token of a prompt.
         self._prompt_scores: list[TokenLogprob | None] = [None]
@@ -51,10 +50,14 @@ class Answer:
         """The prompt is computed anew, with other weights."""
         del self._prompt_scores[1:]
 
-    def token(self, token: int, logprob: TokenLogprob | None, version: int) -> Output | None:
-        """The event of one more token, which the job already counts; None where there is none yet."""
+    def more(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob | None], version: int) -> Output | None:
+        """The event of more tokens, which the job already counts; None where there is none yet. Nothing follows a stop
+        id. More than one at a time come to answers that are held alone."""
         if self._held is not None:
-            return self._hold(self._held, token, logprob, version)
+            return self._hold(self._held, tokens, logprobs, version)
+        return self._one(tokens[0], logprobs[0], version)
+
+    def _one(self, token: int, logprob: TokenLogprob | None, version: int) -> Output:
         grammar = self.row.grammar
         if grammar is not None and not grammar.accept(token):
             raise ValueError(grammar.error or f"the grammar does not allow token {token!r}")
@@ -77,13 +80,16 @@ class Answer:
         logprobs = () if logprob is None else (logprob,)
         return self._output(version, reason, token_ids=(token,), pieces=pieces, logprobs=logprobs, stop_match=match)
 
-    def _hold(self, held: "_Held", token: int, logprob: TokenLogprob | None, version: int) -> Output | None:
-        held.token_ids.append(token)
-        if logprob is not None:
-            held.logprobs.append(logprob.logprob)
-            held.tops.append(logprob.top)
+    def _hold(
+        self, held: "_Held", tokens: Sequence[int], logprobs: Sequence[TokenLogprob | None], version: int
+    ) -> Output | None:
+        held.token_ids += tokens
+        for logprob in logprobs:
+            if logprob is not None:
+                held.logprobs.append(logprob.logprob)
+                held.tops.append(logprob.top)
         reason: FinishReason | None = None
-        if token in self._stop_ids:
+        if tokens[-1] in self._stop_ids:
             reason = "stop"
         elif self.job.num_sampled >= self.request.params.max_tokens:
             reason = "length"

@@ -7,7 +7,8 @@
 
 A step: the scheduler plans, the runner computes logits, the sampler draws tokens, and what they mean (text, log-probs,
 an end) goes out. Asynchronous: the next step is planned and launched before the tokens of this one are read, which stay
-on the device; events come one step later, and a token computed for a sequence that had ended is dropped.
+on the device; events come one step later, and a token computed for a sequence that had ended is dropped. Answers that
+are wanted whole are sampled in bursts, several tokens to a step (`EngineConfig.burst`).
 
 What is promised: the tokens of a request depend on its own prompt, parameters and seed, not on what else runs, how its
 prompt was cut, whether it was pre-empted or found in the cache. What can never run is refused by `add`. A request whose
@@ -19,6 +20,7 @@ import secrets
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import numpy as np
 import torch
@@ -65,7 +67,8 @@ class EngineStats:
 class _Flight:
     """A launched step whose tokens are on their way to the host."""
 
-    sampled: Callable[[], HostSampled]
+    sampled: list[Callable[[], HostSampled]]
+    """Of every round."""
     prompt_scores: Mapping[str, Callable[[], list[TokenLogprob]]]
     weight_version: int
 
@@ -91,6 +94,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.weight_version = weight_version
         self._model = model
+        self._device = place
         self._scheduler = self._new_scheduler()
         self._runner = Runner(
             model,
@@ -157,9 +161,11 @@ class Engine:
             pictures=request.media,
             salt=request.salt,
             waits=row.grammar is not None,
+            bursts=request.is_held,
+            stop_ids=stop_ids,
             scores_prompt=params.prompt_logprobs is not None,
         )
-        self._answers[request.request_id] = Answer(request, job, row, stop_ids, self.tokenizer)
+        self._answers[request.request_id] = Answer(request, job, row, self.tokenizer)
         self._scheduler.add(job)
 
     def cancel(self, request_id: str) -> None:
@@ -235,8 +241,7 @@ class Engine:
             self._runner.copy_state(source, target)
         is_late = any(share.late_row is not None for share in plan.shares)
         logits = self._runner.run(plan, self._late_ids if is_late else None)
-        for source, target in plan.save:
-            self._runner.copy_state(source, target)
+        self._save(plan, 0)
         end, sampled_rows, rows, scores = 0, [], [], {}
         for share in plan.shares:
             answer, first, end = self._answers[share.request_id], end, end + share.num_rows
@@ -249,8 +254,20 @@ class Engine:
                 rows.append(answer.row)
         if len(rows) < end:
             logits = logits[to_device(np.array(sampled_rows, dtype=np.int64), logits.device)]
-        self._late_ids, sampled = self._sample(logits, rows)
-        return _Flight(sampled=sampled, prompt_scores=scores, weight_version=self.weight_version)
+        ids, sampled = self._sample(logits, rows)
+        rounds = [sampled]
+        for number in range(1, plan.rounds):
+            logits = self._runner.run(plan, ids, number=number)
+            self._save(plan, number)
+            ids, sampled = self._sample(logits, rows[: len(logits)])
+            rounds.append(sampled)
+        self._late_ids = ids
+        return _Flight(sampled=rounds, prompt_scores=scores, weight_version=self.weight_version)
+
+    def _save(self, plan: StepPlan, number: int) -> None:
+        for source, target, after in plan.save:
+            if after == number:
+                self._runner.copy_state(source, target)
 
     def _score(self, logits: Tensor, targets: Sequence[int], top: int) -> Callable[[], list[TokenLogprob]]:
         if not self.config.deterministic:
@@ -284,9 +301,8 @@ class Engine:
 
     def _land(self, flight: _Flight) -> None:
         """Put what a step gave into the outbox."""
-        sampled = flight.sampled()
-        tokens = [None if problem else token for token, problem in zip(sampled.token_ids, sampled.problems)]
-        for landed in self._scheduler.land(tokens):
+        sampled = [each() for each in flight.sampled]
+        for landed in self._scheduler.land([each.tokens() for each in sampled]):
             request_id = landed.job.request_id
             answer = self._answers[request_id]
             try:
@@ -299,14 +315,18 @@ class Engine:
                 if output.finished:
                     self._end(request_id)
 
-    def _event(self, answer: Answer, landed: Landed, sampled: HostSampled, flight: _Flight) -> Output | None:
+    def _event(
+        self, answer: Answer, landed: Landed, sampled: Sequence[HostSampled], flight: _Flight
+    ) -> Output | None:
         if landed.share.want == "all":
             answer.scored(landed.share.start + 1, flight.prompt_scores[landed.job.request_id]())
-        if landed.token is not None and landed.row is not None:
-            self._num_sampled += 1
-            return answer.token(landed.token, sampled.logprobs[landed.row], flight.weight_version)
-        if landed.row is not None:
-            return answer.ended("error", flight.weight_version, sampled.problems[landed.row])
+        row, tokens = landed.row, landed.tokens
+        if row is not None:
+            if tokens[-1] is None:
+                return answer.ended("error", flight.weight_version, sampled[len(tokens) - 1].problems[row])
+            self._num_sampled += len(tokens)
+            logprobs = [each.logprobs[row] for each in sampled[: len(tokens)]]
+            return answer.more(cast(list[int], tokens), logprobs, flight.weight_version)
         if answer.request.params.max_tokens == 0 and landed.share.end == landed.job.num_prompt:
             return answer.prompt_alone(flight.weight_version)
         return None
@@ -399,6 +419,7 @@ class Engine:
                 patience=config.patience,
                 snapshot_interval=config.snapshot_interval,
                 prefix_caching=config.prefix_caching,
+                burst=config.rounds(self._device),
                 border=config.border,
             ),
             num_pages=config.num_pages,

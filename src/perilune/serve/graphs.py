@@ -7,6 +7,8 @@ pages to the next width (a power of four). A graph is recorded when its bucket i
 requests (`record_usual`), after running it twice on padding alone, which compiles every kernel and changes no page or
 slot.
 
+The numbers of all rounds of a burst (plan.py) are sent at once, so that a later round costs the host next to nothing.
+
 With `capture=False` the same padded step runs without a graph: what tests compare on a CPU.
 """
 
@@ -24,7 +26,8 @@ from torch import Tensor
 from perilune.kernels.recording import RECORDING, stream_of
 from perilune.kernels.recording import recording as on_device
 from perilune.model.paged import PagedBatch
-from perilune.model.paged_batch import Run, decode_batch, decode_numbers
+from perilune.model.paged_batch import Run, decode_batch, decode_numbers, round_numbers
+from perilune.model.sampling import to_device
 
 SMALLEST_WIDTH = 16
 USUAL_WIDTHS = (SMALLEST_WIDTH, 4 * SMALLEST_WIDTH)
@@ -91,22 +94,42 @@ class DecodeGraphs:
         self._page_size, self._scratch_row = page_size, scratch_row
         self._recordings: dict[tuple[int, int], _Recording] = {}
         self._memory = torch.cuda.graph_pool_handle() if capture else None
+        self._burst: tuple[_Recording, Tensor] | None = None
+        """The numbers of all its rounds, on the device."""
 
     def __len__(self) -> int:
         return len(self._recordings)
 
-    def run(self, runs: Sequence[Run], pages: Sequence[np.ndarray], late_ids: Tensor | None = None) -> Tensor:
-        """One row per run, until the next step of the same bucket. `pages` [M] int32 are those of every run."""
+    def run(
+        self,
+        runs: Sequence[Run],
+        pages: Sequence[np.ndarray],
+        late_ids: Tensor | None = None,
+        rounds: Sequence[int] | None = None,
+    ) -> Tensor:
+        """One row per run, until the next step of the same bucket. `pages` [M] int32 are those of every run; `rounds`,
+        most of them first, how many tokens each will compute, with `run_later` for all but the first."""
         key = bucket_of(len(runs), self.buckets), width_of(max(map(len, pages)))
         if key not in self._recordings:
             self._recordings[key] = self._record(*key)
         recording = self._recordings[key]
-        self._fill(recording, runs, pages, late_ids)
+        self._fill(recording, runs, pages, late_ids, rounds)
+        return self._replayed(recording)[: len(runs)]
+
+    def run_later(self, number: int, count: int, late_ids: Tensor) -> Tensor:
+        """Round `number` of the burst that began with the last `run`: of its first `count` runs."""
+        assert self._burst is not None
+        recording, numbers = self._burst
+        recording.numbers.copy_(numbers[number])
+        recording.late_ids[: len(late_ids)].copy_(late_ids)
+        return self._replayed(recording)[:count]
+
+    def _replayed(self, recording: _Recording) -> Tensor:
         if recording.graph is None:
-            return self._padded(recording)[: len(runs)]
+            return self._padded(recording)
         recording.graph.replay()
         assert recording.output is not None
-        return recording.output[: len(runs)]
+        return recording.output
 
     def record_usual(self) -> None:
         """Every number of sequences, none of them long."""
@@ -116,12 +139,25 @@ class DecodeGraphs:
                     self._recordings[batch, width] = self._record(batch, width)
 
     def _fill(
-        self, recording: _Recording, runs: Sequence[Run], pages: Sequence[np.ndarray], late_ids: Tensor | None
+        self,
+        recording: _Recording,
+        runs: Sequence[Run],
+        pages: Sequence[np.ndarray],
+        late_ids: Tensor | None,
+        rounds: Sequence[int] | None,
     ) -> None:
         numbers = decode_numbers(
             runs, page_size=self._page_size, scratch_row=self._scratch_row, num_rows=recording.numbers.shape[1]
         )
-        copy_numbers(numbers, recording.numbers)
+        if rounds is None:
+            copy_numbers(numbers, recording.numbers)
+        else:
+            every = round_numbers(
+                numbers, page_matrix(pages), rounds, page_size=self._page_size, scratch_row=self._scratch_row
+            )
+            sent = to_device(every, self._device)
+            recording.numbers.copy_(sent[0])
+            self._burst = recording, sent
         if len(pages) != len(recording.pages) or any(map(is_not, pages, recording.pages)):
             copy_pages(pages, recording.table)
             recording.pages = pages
@@ -178,8 +214,13 @@ def copy_numbers(numbers: np.ndarray, target: Tensor) -> None:
 
 def copy_pages(pages: Sequence[np.ndarray], table: Tensor) -> None:
     """The pages of every sequence into its row of a table; what lies behind them stays, and is never read."""
-    used = max(map(len, pages), default=0)
-    held = np.zeros((len(pages), used), np.int32)
+    held = page_matrix(pages)
+    copy_numbers(held, table[: len(pages), : held.shape[1]])
+
+
+def page_matrix(pages: Sequence[np.ndarray]) -> np.ndarray:
+    """[sequences, most pages] int32; 0 behind those of a sequence."""
+    held = np.zeros((len(pages), max(map(len, pages), default=0)), np.int32)
     for row, own in enumerate(pages):
         held[row, : len(own)] = own
-    copy_numbers(held, table[: len(pages), :used])
+    return held

@@ -23,6 +23,10 @@ class Job:
     salt: str = ""
     waits: bool = False
     """Its next token cannot be sampled before the host knows the last one."""
+    bursts: bool = False
+    """Nobody looks at its tokens one by one: several may be sampled before the host knows the first."""
+    stop_ids: frozenset[int] = frozenset()
+    """What was sampled after one of them is dropped."""
     scores_prompt: bool = False
     """Log-probs of the prompt are still to be given: every prompt token is computed, none taken from the cache."""
 

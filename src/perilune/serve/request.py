@@ -143,6 +143,11 @@ class Request:
     whole: bool = False
     """Its events come as one when it is over (one for each version of the weights): a token costs less then."""
 
+    @property
+    def is_held(self) -> bool:
+        """It is whole, and nobody has to look at its tokens one by one before."""
+        return self.whole and not self.params.stop and self.params.grammar is None
+
     def __post_init__(self) -> None:
         if not self.request_id:
             raise RequestError("request_id", f"request_id is {self.request_id!r}, expected a name of its own")

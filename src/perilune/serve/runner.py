@@ -111,13 +111,14 @@ class Runner:
             each.record_usual()
         return sum(map(len, graphs))
 
-    def run(self, plan: StepPlan, late_ids: Tensor | None = None) -> Tensor:
+    def run(self, plan: StepPlan, late_ids: Tensor | None = None, *, number: int = 0) -> Tensor:
         """Logits [rows wanted, vocabulary], at least float32, on the device, in the order of the plan's shares.
 
         late_ids: what was sampled in the step before, for shares with a `late_row`.
+        number: of the round, for bursts: each after the one before it, whose ids are the late ones then.
         """
         with torch.inference_mode():  # operators start sooner, which is what a small step waits for
-            logits = self._run(plan, late_ids)
+            logits = self._run_later(plan, late_ids, number) if number else self._run(plan, late_ids)
         return logits.clone()  # outside, where the caller may change it in place
 
     def _run(self, plan: StepPlan, late_ids: Tensor | None) -> Tensor:
@@ -126,7 +127,8 @@ class Runner:
         if not plan.shares:
             return self.model.logits(self.model.embed_tokens.weight[:0])
         if self._graphs is not None and all(map(_is_plain_decode, plan.shares)):  # mostly: nothing is sorted out
-            return self._graphs.run(plan.shares, self._tables.of(plan.shares), late_ids)
+            rounds = [share.rounds for share in plan.shares] if plan.rounds > 1 else None
+            return self._graphs.run(plan.shares, self._tables.of(plan.shares), late_ids, rounds)
         if self.deterministic:
             return torch.cat([self._deterministic_logits(share) for share in plan.shares])
         decodes = [share for share in plan.shares if len(share.tokens) == 1]
@@ -156,6 +158,12 @@ class Runner:
         step = self._bound_step() if batch.places is not None and not chunks and media is None else None
         hidden = self.model.step(batch, self.cache, media=media) if step is None else step(batch, self.cache)
         return self.model.logits(hidden)
+
+    def _run_later(self, plan: StepPlan, late_ids: Tensor | None, number: int) -> Tensor:
+        if self._graphs is not None:
+            assert late_ids is not None
+            return self._graphs.run_later(number, plan.in_round(number), late_ids)
+        return self._run(plan.later_round(number), late_ids)
 
     def copy_state(self, source_slot: int, target_slot: int) -> None:
         """Snapshots are slots too."""
@@ -213,10 +221,10 @@ class Runner:
             self._check_slot(share.slot)
         if not share.tokens:
             raise ValueError(f"share of {share.request_id!r} has no tokens, expected at least one")
-        if len(share.pages) * self.page_size < share.start + len(share.tokens) and self.cache.num_pages:
+        if len(share.pages) * self.page_size < share.last_end and self.cache.num_pages:
             raise ValueError(
                 f"share of {share.request_id!r} has {len(share.pages)} pages of {self.page_size} tokens, expected "
-                f"enough for {share.end}"
+                f"enough for {share.last_end}"
             )
 
     def _check_slot(self, slot: int) -> None:

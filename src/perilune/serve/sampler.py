@@ -100,6 +100,12 @@ class HostSampled:
     logprobs: list[TokenLogprob | None]
     """Where they were asked for."""
 
+    def tokens(self) -> Sequence[int | None]:
+        """None where there is none."""
+        if not any(self.problems):
+            return self.token_ids
+        return [None if problem else token for token, problem in zip(self.token_ids, self.problems)]
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Sampled:

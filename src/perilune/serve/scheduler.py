@@ -11,6 +11,9 @@ admitted when there is a slot, and pages for all that is known of it; the first 
 behind it. Out of pages, the running job of the largest rank is pre-empted: it gives up pages and slot, keeps its tokens
 and waits again at its old rank. The running job of the smallest rank therefore always advances.
 
+Where everybody who runs lets it (`Job.bursts`), and nobody could begin meanwhile, a step of decodes has several rounds:
+the host has its work once for all of them. What is sampled after a stop id is dropped.
+
 With asynchronous scheduling a step is planned (`plan`) before the one before it is over (`land`); never more than that
 one. A job may be removed or pre-empted in between: removed, its token is dropped; pre-empted, its token counts, and it
 is not admitted again before it has landed.
@@ -37,17 +40,20 @@ class SchedulerConfig:
     snapshot_interval: int = 4096
     """Tokens between two snapshots of a long prompt; a multiple of the page size."""
     prefix_caching: bool = True
+    burst: int = 1
+    """Rounds of a step of decodes, at most; no more than a page has tokens."""
     border: int = 1
     """Deterministic mode: shares begin at multiples of it, and decodes replay from the last one."""
 
 
 @dataclass(slots=True, eq=False)
 class Landed:
-    """What a step gave one job. `token` is None where none was sampled; `row` is its place among those sampled."""
+    """What a step gave one job. `row` is its place among those sampled, in every round; None: nothing was sampled."""
 
     job: Job
     share: Share
-    token: int | None
+    tokens: list[int | None]
+    """Of the rounds up to the first stop id, or to the first that failed (None)."""
     row: int | None
 
 
@@ -121,11 +127,11 @@ class Scheduler:
     def plan(self) -> StepPlan | None:
         """The next step, or None when there is nothing to compute before another step lands."""
         assert len(self._flights) <= 1, "two steps were planned and have not landed"
-        draft, budget = _Draft(), self.config.token_budget
+        draft, budget, rounds = _Draft(), self.config.token_budget, self._rounds()
         for job in sorted(self.running, key=_rank):
             # An earlier one may have taken its pages.
-            if job.slot is not None and job.decodes and budget > 0 and self._grow(job):
-                budget -= self._compute(draft, job, 1)
+            if job.slot is not None and job.decodes and budget > 0 and self._grow(job, rounds):
+                budget -= self._compute(draft, job, 1, rounds)
         begun = sorted((job for job in self.running if job.prefills), key=_rank)
         for index, job in enumerate(begun):
             crowded = bool(self.waiting) or index + 1 < len(begun)
@@ -143,26 +149,49 @@ class Scheduler:
             budget -= self._compute(draft, job, self._chunk(job, budget, bool(self.waiting)))
         return self._launched(draft) if draft.flights else None
 
-    def land(self, sampled: Sequence[int | None]) -> list[Landed]:
-        """The oldest planned step is over; `sampled` holds a token (None: it failed) for each share that samples."""
+    def land(self, sampled: Sequence[Sequence[int | None]]) -> list[Landed]:
+        """The oldest planned step is over; `sampled` holds, for each round, a token (None: it failed) for each share
+        that samples in it."""
         num_rows = 0
         landed = []
         for flight in self._flights.popleft():
-            job, share, row = flight.job, flight.share, None
+            job, share, row, tokens = flight.job, flight.share, None, []
             if share.samples:
                 row, num_rows = num_rows, num_rows + 1
+            if not job.removed and row is not None:
+                tokens = _until_the_end([ids[row] for ids in sampled[: share.rounds]], job.stop_ids)
+                job.pending -= share.rounds
+                job.tokens += tokens if tokens[-1] is not None else tokens[:-1]
             if job.slot is not None:
-                self.prefixes.remember(job, share.start + len(share.tokens), flight.snapshot)
+                # What was computed after the end is nobody's.
+                self._remember(job, share, min(share.last_end, len(job.tokens)), flight.snapshot)
             else:
                 self.prefixes.drop(flight.snapshot)
-            if job.removed:
-                continue
-            token = None if row is None else sampled[row]
-            job.pending -= share.samples
-            if token is not None:
-                job.tokens.append(token)
-            landed.append(Landed(job, share, token, row))
+            if not job.removed:
+                landed.append(Landed(job, share, tokens, row))
         return landed
+
+    def _remember(self, job: Job, share: Share, end: int, snapshot: Snapshot | None) -> None:
+        """A snapshot is one of the last border of pages that all rounds reach; where the end came before it, it is not
+        worth keeping."""
+        size = self.pages.page_size
+        if snapshot is not None and end // size < share.last_end // size:
+            self.prefixes.drop(snapshot)
+            snapshot = None
+        self.prefixes.remember(job, end, snapshot)
+
+    def _rounds(self) -> int:
+        """Of the next step, if it is one of decodes."""
+        most, rounds, pages = self.config.burst, 1, 0
+        if most == 1 or (self.waiting and self.states.num_free):
+            return 1
+        for job in self.running:
+            if not (job.bursts and job.max_tokens) or job.prefills:
+                return 1
+            own = min(most, job.goal - job.computed)
+            rounds = max(rounds, own)
+            pages += max(0, self.pages.pages_for(job.computed + own) - len(job.pages))
+        return rounds if pages <= self.pages.num_free else 1  # nobody is pre-empted for the sake of a burst
 
     def _chunk(self, job: Job, budget: int, crowded: bool) -> int:
         """How many tokens of its prefill: all, unless the budget, a snapshot or those behind it want it shorter."""
@@ -173,8 +202,8 @@ class Scheduler:
             end = max(job.computed, (job.computed + budget) // self.config.border * self.config.border)
         return end - job.computed
 
-    def _compute(self, draft: _Draft, job: Job, count: int) -> int:
-        """Put the next `count` tokens of a job into the step."""
+    def _compute(self, draft: _Draft, job: Job, count: int, rounds: int = 1) -> int:
+        """Put the next `count` tokens of a job into the step; of one that decodes, those of so many rounds."""
         if count == 0:
             return 0
         assert job.slot is not None
@@ -187,6 +216,8 @@ class Scheduler:
         pictures = ()
         if job.pictures:
             pictures = tuple(picture for picture in job.pictures if picture.start < end and picture.end > start)
+        if rounds > 1:
+            rounds = min(rounds, job.goal - job.computed)
         share = Share(
             request_id=job.request_id,
             start=start,
@@ -197,14 +228,18 @@ class Scheduler:
             samples=samples,
             pictures=pictures,
             late_row=job.sample_row if is_late else None,
+            rounds=rounds,
         )
-        draft.flights.append(_Flight(job, share, self.prefixes.reserve_snapshot(job, end)))
+        end += rounds - 1
+        border = end - end % self.pages.page_size if rounds > 1 else end
+        snapshot = self.prefixes.reserve_snapshot(job, border) if border > job.computed else None
+        draft.flights.append(_Flight(job, share, snapshot))
         job.computed = end
-        job.pending += samples
+        job.pending += rounds if samples else 0
         return count
 
     def _launched(self, draft: _Draft) -> StepPlan:
-        flights = sorted(draft.flights, key=lambda flight: len(flight.share.tokens) > 1)
+        flights = sorted(draft.flights, key=lambda flight: (len(flight.share.tokens) > 1, -flight.share.rounds))
         for row, flight in enumerate(flight for flight in flights if flight.share.samples):
             flight.job.sample_row = row
         self._flights.append(flights)
@@ -212,21 +247,32 @@ class Scheduler:
             shares=tuple(flight.share for flight in flights),
             clear=tuple(draft.clear),
             load=tuple(draft.load),
-            save=tuple((flight.share.slot, flight.snapshot.slot) for flight in flights if flight.snapshot is not None),
+            save=tuple(
+                (flight.share.slot, flight.snapshot.slot, self._round_of_border(flight.share))
+                for flight in flights
+                if flight.snapshot is not None
+            ),
         )
+
+    def _round_of_border(self, share: Share) -> int:
+        """The round after which the state is that at the last border of pages."""
+        return share.rounds - 1 - share.last_end % self.pages.page_size
 
     # --- pages and slots --------------------------------------------------------------------------------------------
 
-    def _grow(self, job: Job) -> bool:
-        """A page for its next token, taken from the largest rank if need be; False if that was the job itself."""
-        if job.computed < len(job.pages) * self.pages.page_size:
+    def _grow(self, job: Job, rounds: int) -> bool:
+        """A page for its next token, taken from the largest rank if need be; False if that was the job itself. For
+        several rounds, where there are enough, all that it needs."""
+        end = job.computed + (min(rounds, job.goal - job.computed) if rounds > 1 else 1)
+        missing = -(-end // self.pages.page_size) - len(job.pages)
+        if missing <= 0:
             return True
-        while not self.pages.num_free:
+        while self.pages.num_free < missing:
             last = max(self.running, key=_rank)
             self._preempt(last)
             if last is job:
                 return False
-        job.pages += tuple(self.pages.take(1))
+        job.pages += tuple(self.pages.take(missing))
         return True
 
     def _admit(self, draft: _Draft, job: Job) -> bool:
@@ -273,3 +319,11 @@ class Scheduler:
 
 def _rank(job: Job) -> tuple[int, int]:
     return job.rank
+
+
+def _until_the_end(tokens: list[int | None], stop_ids: frozenset[int]) -> list[int | None]:
+    """Up to and with the first that ends a sequence."""
+    for number, token in enumerate(tokens[:-1], start=1):
+        if token is None or token in stop_ids:
+            return tokens[:number]
+    return tokens

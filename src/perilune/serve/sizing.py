@@ -14,6 +14,7 @@ from perilune.model.paged import bytes_per_page, bytes_per_slot
 from perilune.model.routes import bytes_per_token
 
 GIB = 1 << 30
+USUAL_BURST = 8
 MOST_NAMES = 1 << 17
 """Pages of a model that keeps no latents: they cost nothing but the bookkeeping."""
 
@@ -39,6 +40,9 @@ class EngineConfig:
     """Log-probs bit by bit those of the trainer's forward, whatever else runs; slower."""
     asynchronous: bool | None = None
     """Launch a step before the tokens of the last one are on the host. None: on a GPU, unless deterministic."""
+    burst: int | None = None
+    """Tokens that a step samples for each answer that is wanted whole, where nothing else is to be done: the host has its
+    work once for all of them, and what is sampled after the end of an answer is lost. None: 8 on a GPU, else 1."""
     max_queue: int = 256
     """Requests that may wait; more are refused."""
     max_length: int | None = None
@@ -62,6 +66,14 @@ class EngineConfig:
             raise ValueError(
                 f"snapshot_interval is {self.snapshot_interval!r}, expected a multiple of page_size={self.page_size!r}"
             )
+        if self.burst is not None:
+            _at_least("burst", self.burst, 1)
+            most = 1 if self.deterministic else self.page_size
+            if self.burst > most:
+                raise ValueError(
+                    f"burst is {self.burst!r}, expected at most {most}: "
+                    + ("deterministic steps wait for tokens" if self.deterministic else "the size of a page")
+                )
         border = self.border
         if self.token_budget < self.max_sequences + border:
             raise ValueError(
@@ -86,6 +98,12 @@ class EngineConfig:
         if self.asynchronous is None:
             return device.type == "cuda" and not self.deterministic
         return self.asynchronous
+
+    def rounds(self, device: torch.device) -> int:
+        """Of a burst."""
+        if self.burst is None:
+            return min(USUAL_BURST, self.page_size) if device.type == "cuda" and not self.deterministic else 1
+        return self.burst
 
     @property
     def snapshots(self) -> int:
