@@ -75,9 +75,11 @@ def _rewards(row: Row, environment: str, when: str) -> list[float]:
 
 
 def _paired(before: Sequence[Sequence[float]], after: Sequence[Sequence[float]]) -> Interval:
-    """Of the tasks that no episode lost."""
-    known = ~np.isnan(np.array([before, after], dtype=np.float64)).any(axis=(0, 1))
-    return paired_interval(np.array(before)[:, known].tolist(), np.array(after)[:, known].tolist())
+    """Of the tasks that all rows have, in the same order, and that no episode lost."""
+    common = min(map(len, (*before, *after)))
+    both = np.array([[row[:common] for row in rows] for rows in (before, after)], dtype=np.float64)
+    known = ~np.isnan(both).any(axis=(0, 1))
+    return paired_interval(*both[:, :, known].tolist())
 
 
 def _told(found: Interval) -> str:

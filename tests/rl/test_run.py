@@ -190,6 +190,20 @@ class Troubled(Copying):
         return {OUTCOME: float(len(str(messages)) % 2)}
 
 
+def test_an_environment_can_be_evaluated_on_more_tasks_than_others(tmp_path):
+    told = EvaluationConfig(tasks=2, tasks_of={"more": 5})
+    settings = config(1, rl={"tasks": 2, "pool": 4}, evaluation=told)
+    environments = {"copying": Copying(letters="abcdefgh"), "more": Copying(letters="abcdefgh")}
+    train_policy(settings, policy(), tmp_path / "run", environments=environments, quiet=True)
+    for found in read_evaluations(tmp_path / "run"):
+        assert {name: each["count"] for name, each in found["environments"].items()} == {"copying": 2, "more": 5}
+    unknown = replace(settings, name="other", evaluation=EvaluationConfig(tasks=2, tasks_of={"nobody": 5}))
+    with pytest.raises(ValueError, match="tasks_of has .'nobody'., expected some of"):
+        train_policy(unknown, policy(), tmp_path / "other", environments=environments, quiet=True)
+    with pytest.raises(ValueError, match="expected 1 or more"):
+        EvaluationConfig(tasks_of={"copying": 0})
+
+
 def test_bad_episodes_are_counted_and_shown_and_the_run_goes_on(tmp_path):
     letters = "abcdefghijklm"
     count = len(letters)

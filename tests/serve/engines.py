@@ -10,6 +10,7 @@ from perilune.model import Decoder, MediaInput, SamplingConfig, generate
 from perilune.serve.engine import Engine, EngineConfig, forbidden_ids
 from perilune.serve.request import Output, Request, SamplingParams
 from perilune.serve.runner import Runner
+from perilune.serve.sampler import Sampler
 from tests.serve import tiny
 
 SMALL = EngineConfig(
@@ -19,8 +20,8 @@ SMALL = EngineConfig(
 
 def make_engine(model: Decoder, config: EngineConfig = SMALL, *, padded: bool = False) -> Engine:
     """With `padded` steps are filled up to buckets, as those of CUDA graphs are."""
-    made = partial(Runner, use_graphs=True) if padded else Runner
-    with patch("perilune.serve.engine.Runner", made):
+    runner, sampler = (partial(kind, use_graphs=padded or None) for kind in (Runner, Sampler))
+    with patch("perilune.serve.engine.Runner", runner), patch("perilune.serve.engine.Sampler", sampler):
         return Engine(model, tiny.tokenizer(), config)
 
 

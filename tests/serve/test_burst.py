@@ -41,7 +41,9 @@ def _ids(top: tuple[tuple[int, float], ...]) -> list[int]:
     return [token for token, _ in top]
 
 
-def burst_engine(variant: str = "hybrid", *, asynchronous: bool = False, padded: bool = False, **fields: object) -> Engine:
+def burst_engine(
+    variant: str = "hybrid", *, asynchronous: bool = False, padded: bool = False, **fields: object
+) -> Engine:
     return make_engine(tiny.model(variant), replace(BURST, asynchronous=asynchronous, **fields), padded=padded)
 
 

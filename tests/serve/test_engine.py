@@ -409,8 +409,8 @@ def test_a_failure_that_is_no_requests_fault_is_not_blamed_on_one(monkeypatch: p
     engine = make_engine(tiny.model("mla"))
     sample = engine._sampler.sample
 
-    def broken(*arguments: object) -> object:
-        sample(*arguments)  # pyrefly: ignore
+    def broken(*arguments: object, **more: object) -> object:
+        sample(*arguments, **more)  # pyrefly: ignore
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(engine._sampler, "sample", broken)

@@ -122,20 +122,36 @@ def draw(logits_NV: Tensor, settings: Settings | Arranged) -> tuple[Tensor, Tens
         raise ValueError(f"logits have the shape {tuple(logits_NV.shape)!r}, expected [{rows}, vocabulary]")
     if not logits_NV.numel():
         return logits_NV.new_zeros(0, dtype=torch.long), logits_NV.new_zeros(0, dtype=torch.long)
-    largest_N, ids_N = logits_NV.max(dim=-1)  # NaN counts as largest, and the first of equals is taken
-    not_a_number = torch.where(largest_N < torch.inf, FINE, NOT_A_NUMBER)
-    problems_N = torch.where(largest_N == -torch.inf, NOTHING_ALLOWED, not_a_number)
+    largest_N, ids_N, problems_N = _largest(logits_NV)
     arranged = Arranged.of(settings, logits_NV.shape[1]) if isinstance(settings, Settings) else settings
     tile = max(1, TILE_ELEMENTS // logits_NV.shape[1])
     for width, members in arranged.groups:
         for start in range(0, len(members), tile):
             some = members[start : start + tile]
+            own = arranged.columns if len(some) == len(logits_NV) else np.ascontiguousarray(arranged.columns[:, some])
+            columns_5n = to_device(own, logits_NV.device)
             if len(some) == len(logits_NV):
-                ids_N = _drawn(logits_NV, largest_N, arranged.columns, width)
+                ids_N = _drawn(logits_NV, largest_N, columns_5n, width)
             else:
                 index_n = to_device(some, logits_NV.device)
-                ids_N[index_n] = _drawn(logits_NV[index_n], largest_N[index_n], arranged.columns[:, some], width)
+                ids_N[index_n] = _drawn(logits_NV[index_n], largest_N[index_n], columns_5n, width)
     return torch.where(problems_N == FINE, ids_N, 0), problems_N
+
+
+def draw_alike(logits_NV: Tensor, columns_5N: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """`draw` of rows that are one group of `Arranged`, or all GREEDY, with its columns on the device: it can be part of
+    a CUDA graph."""
+    largest_N, ids_N, problems_N = _largest(logits_NV)
+    if width != GREEDY:
+        ids_N = _drawn(logits_NV, largest_N, columns_5N, width)
+    return torch.where(problems_N == FINE, ids_N, 0), problems_N
+
+
+def _largest(logits_NV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(largest logit, its id, problem) of every row."""
+    largest_N, ids_N = logits_NV.max(dim=-1)  # NaN counts as largest, and the first of equals is taken
+    not_a_number = torch.where(largest_N < torch.inf, FINE, NOT_A_NUMBER)
+    return largest_N, ids_N, torch.where(largest_N == -torch.inf, NOTHING_ALLOWED, not_a_number)
 
 
 def _widths(columns: np.ndarray, vocab_size: int) -> np.ndarray:
@@ -151,9 +167,9 @@ def _widths(columns: np.ndarray, vocab_size: int) -> np.ndarray:
     return widths
 
 
-def _drawn(logits_NV: Tensor, largest_N: Tensor, columns: np.ndarray, width: int) -> Tensor:
+def _drawn(logits_NV: Tensor, largest_N: Tensor, columns_5N: Tensor, width: int) -> Tensor:
     vocab_size = logits_NV.shape[1]
-    temperature_N, top_k_N, top_p_N, min_p_N, uniform_N = to_device(np.ascontiguousarray(columns), logits_NV.device)
+    temperature_N, top_k_N, top_p_N, min_p_N, uniform_N = columns_5N
     weights_NV = _weights(logits_NV, largest_N, temperature_N)
     threshold_N = (min_p_N * 2.0 ** _bits(vocab_size)).ceil().long()
     if width:

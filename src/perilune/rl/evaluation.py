@@ -10,7 +10,7 @@ pictures are also asked about pictures of other tasks: what is left of the rewar
 import base64
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,8 @@ LONGEST_TEXT = 4000
 class EvaluationConfig:
     tasks: int = 64
     """Of the test split of each environment, greedy; 0: no evaluation."""
+    tasks_of: Mapping[str, int] = field(default_factory=dict)
+    """Of some environments, by name, another number: what is compared more finely than the rest."""
     every: int = 0
     """Iterations between evaluations; 0: before and after only."""
     samples: int = 4
@@ -46,6 +48,13 @@ class EvaluationConfig:
         for name in ("tasks", "every", "samples"):
             if getattr(self, name) < 0:
                 raise ValueError(f"evaluation.{name} is {getattr(self, name)!r}, expected 0 or more")
+        for name, count in self.tasks_of.items():
+            if count < 1:
+                raise ValueError(f"evaluation.tasks_of[{name!r}] is {count!r}, expected 1 or more")
+
+    def count_of(self, name: str) -> int:
+        """Tasks of an environment, and as many with other pictures."""
+        return self.tasks_of.get(name.removesuffix(OTHER_PICTURES), self.tasks)
 
 
 def with_other_pictures(environment: Environment) -> Environment | None:
@@ -72,9 +81,12 @@ async def evaluate(
 ) -> dict[str, Any]:
     """One evaluation of the weights as they are; its record is also written."""
     first = next(iter(read_evaluations(folder)), None)
-    collected = await loop.evaluate(config.tasks, environments=evaluated(environments))
+    if unknown := set(config.tasks_of) - set(environments):
+        raise ValueError(f"evaluation.tasks_of has {sorted(unknown)!r}, expected some of {sorted(environments)!r}")
+    played = evaluated(environments)
+    collected = await loop.evaluate({name: config.count_of(name) for name in played}, environments=played)
     found: dict[str, dict[str, Any]] = {}
-    for name in evaluated(environments):
+    for name in played:
         episodes = [each for each in collected.trajectories if each.environment == name]
         found[name] = _numbers(episodes, None if first is None else first["environments"].get(name))
     for name, numbers in found.items():

@@ -290,13 +290,14 @@ class Loop:
 
     async def evaluate(
         self,
-        count: int,
+        count: int | Mapping[str, int],
         *,
         split: Split = "test",
         temperature: float = 0.0,
         environments: Mapping[str, Environment] | None = None,
     ) -> Collected:
-        """Episodes of the first `count` tasks of every environment, not trained on, with the newest weights."""
+        """Episodes of the first `count` tasks of every environment (or of each by name), not trained on, with the newest
+        weights."""
         if self._ahead is not None:
             await asyncio.wait([self._ahead])  # they are to be all of one version
         await self._hand_over()
@@ -308,7 +309,10 @@ class Loop:
             workers = replace(workers, config=replace(workers.config, temperature=temperature))
         rollouts = rollouts_on(self.engine, self._tokenizer, played, config, workers=workers)
         # An environment may have fewer tasks than asked for: each is played once.
-        tasks = {(name, task.name): task for name, each in played.items() for task in self._made(each, count, split)}
+        counts = {name: count if isinstance(count, int) else count[name] for name in played}
+        tasks = {
+            (name, task.name): task for name, each in played.items() for task in self._made(each, counts[name], split)
+        }
         jobs = [
             Job(environment=name, task=task, sample=0, seed=self.config.seed, iteration=-1)
             for (name, _), task in tasks.items()

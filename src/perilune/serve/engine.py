@@ -254,12 +254,12 @@ class Engine:
                 rows.append(answer.row)
         if len(rows) < end:
             logits = logits[to_device(np.array(sampled_rows, dtype=np.int64), logits.device)]
-        ids, sampled = self._sample(logits, rows)
+        ids, sampled = self._sample(logits, rows, often=plan.rounds > 1)
         rounds = [sampled]
         for number in range(1, plan.rounds):
             logits = self._runner.run(plan, ids, number=number)
             self._save(plan, number)
-            ids, sampled = self._sample(logits, rows[: len(logits)])
+            ids, sampled = self._sample(logits, rows[: len(logits)], often=True)
             rounds.append(sampled)
         self._late_ids = ids
         return _Flight(sampled=rounds, prompt_scores=scores, weight_version=self.weight_version)
@@ -275,7 +275,9 @@ class Engine:
         rows = [score_prompt(row.clone(), [target], top) for row, target in zip(logits.split(1), targets)]
         return lambda: [score for row in rows for score in row()]
 
-    def _sample(self, logits: Tensor, rows: Sequence[SamplerRow]) -> tuple[Tensor, Callable[[], HostSampled]]:
+    def _sample(
+        self, logits: Tensor, rows: Sequence[SamplerRow], *, often: bool = False
+    ) -> tuple[Tensor, Callable[[], HostSampled]]:
         """Ids on the device, and what they are on the host.
 
         All at once, or one by one: where one fails, to know which; deterministic, because of the last bits.
@@ -283,7 +285,7 @@ class Engine:
         before = [row.index for row in rows]
         try:
             if not self.config.deterministic or not rows:
-                sampled = self._sampler.sample(logits, rows)
+                sampled = self._sampler.sample(logits, rows, often=often)
                 return sampled.token_ids, sampled.host
         except Exception:
             if not rows or [row.index for row in rows] != before:  # no row's fault: it came too late for that
@@ -315,9 +317,7 @@ class Engine:
                 if output.finished:
                     self._end(request_id)
 
-    def _event(
-        self, answer: Answer, landed: Landed, sampled: Sequence[HostSampled], flight: _Flight
-    ) -> Output | None:
+    def _event(self, answer: Answer, landed: Landed, sampled: Sequence[HostSampled], flight: _Flight) -> Output | None:
         if landed.share.want == "all":
             answer.scored(landed.share.start + 1, flight.prompt_scores[landed.job.request_id]())
         row, tokens = landed.row, landed.tokens

@@ -36,6 +36,7 @@ from perilune.model.sampling import (
     uniforms,
 )
 from perilune.serve.request import SamplingParams, TokenLogprob
+from perilune.serve.sample_graphs import IDS, LOGPROBS, PROBLEM_CODES, SampleGraphs
 
 if TYPE_CHECKING:
     from perilune.serve.grammar import GrammarState
@@ -136,6 +137,11 @@ class _Batch:
         self.biased = [n for n, row in enumerate(rows) if len(row.bias_ids)]
         self.may_ban_stops = [n for n, each in enumerate(params) if each.min_tokens]
         self.constrained = [n for n, row in enumerate(rows) if row.grammar is not None]
+        self._is_plain = not (self.penalized or self.biased or self.constrained or any(self.tops))
+
+    def is_plain_now(self) -> bool:
+        """Nothing but bans of all rows changes the logits, and log-probs, if any, are those of drawn tokens alone."""
+        return self._is_plain and not any(self.rows[n].bans_stops for n in self.may_ban_stops)
 
     def settings(self) -> Arranged:
         """Of the next token of every row."""
@@ -146,8 +152,16 @@ class _Batch:
 
 
 class Sampler:
-    def __init__(self, vocab_size: int, forbidden: Iterable[int] = (), device: torch.device | str = "cpu") -> None:
-        """`forbidden` ids are never sampled: pads of pictures, reserved ids, those the tokenizer does not have."""
+    def __init__(
+        self,
+        vocab_size: int,
+        forbidden: Iterable[int] = (),
+        device: torch.device | str = "cpu",
+        *,
+        use_graphs: bool | None = None,
+    ) -> None:
+        """`forbidden` ids are never sampled: pads of pictures, reserved ids, those the tokenizer does not have.
+        use_graphs: None takes them on CUDA; False never; True also draws padded on a CPU, for tests."""
         self.vocab_size = vocab_size
         ids = sorted(set(forbidden))
         if ids and not 0 <= ids[0] <= ids[-1] < vocab_size:
@@ -160,10 +174,17 @@ class Sampler:
         self._banned_V = torch.from_numpy(banned).to(device) if banned.any() else None
         self._nothing = torch.tensor(-torch.inf, device=device)
         self._batch = _Batch((), vocab_size)
+        place = torch.device(device)
+        on_cuda = place.type == "cuda"
+        takes_graphs = on_cuda if use_graphs is None else use_graphs
+        self._graphs = None
+        if takes_graphs:
+            self._graphs = SampleGraphs(self._banned_V, self._nothing, device=place, capture=on_cuda)
 
     @torch.no_grad()
-    def sample(self, logits_NV: Tensor, rows: Sequence[SamplerRow]) -> Sampled:
-        """One token for every row. The logits are left as they are."""
+    def sample(self, logits_NV: Tensor, rows: Sequence[SamplerRow], *, often: bool = False) -> Sampled:
+        """One token for every row. The logits are left as they are. `often`: so many rows will be sampled again and
+        again, which is worth a graph."""
         if logits_NV.shape != (len(rows), self.vocab_size):
             raise ValueError(
                 f"logits have the shape {tuple(logits_NV.shape)!r}, expected [{len(rows)}, {self.vocab_size}]"
@@ -171,6 +192,10 @@ class Sampler:
         if self._batch.rows != list(rows):  # not the same objects in the same order
             self._batch = _Batch(rows, self.vocab_size)
         batch = self._batch
+        if often and rows and self._graphs is not None and batch.is_plain_now():
+            block_3N = self._graphs.run(logits_NV, batch.settings())
+            if block_3N is not None:
+                return _unpacked(block_3N, rows, batch.asked)
         changed_NV, failures = self._changed(logits_NV, batch)
         ids_N, problems_N = draw(changed_NV, batch.settings())
         asked, scores = batch.asked, None
@@ -241,6 +266,28 @@ class Sampler:
         places_B = torch.arange(32, dtype=torch.int32, device=logits_NV.device)
         allowed_nV = ((bits_nW[:, :, None] >> places_B) & 1).bool().flatten(1)[:, : self.vocab_size]
         return logits_NV.index_copy(0, index_n, logits_NV[index_n].masked_fill(~allowed_nV, -torch.inf)), failures
+
+
+def _unpacked(block_3N: Tensor, rows: Sequence[SamplerRow], asked: Sequence[int]) -> Sampled:
+    """What a graph gave."""
+    wait = start_copy(block_3N)
+    for row in rows:
+        row.index += 1
+
+    def host() -> HostSampled:
+        (block,) = wait()
+        ids = block[IDS].long().tolist()
+        problems: list[str | None] = [None] * len(ids)
+        logprobs: list[TokenLogprob | None] = [None] * len(ids)
+        if block[PROBLEM_CODES].any():
+            codes = block[PROBLEM_CODES].long().tolist()
+            problems = [None if code == FINE else PROBLEMS[code] for code in codes]
+        scores = block[LOGPROBS].tolist()
+        for n in asked:
+            logprobs[n] = TokenLogprob(ids[n], scores[n]) if problems[n] is None else None
+        return HostSampled(token_ids=ids, problems=problems, logprobs=logprobs)
+
+    return Sampled(token_ids=block_3N[IDS].long(), host=host)
 
 
 def _penalized(logits_NV: Tensor, rows: Sequence[SamplerRow]) -> Tensor:

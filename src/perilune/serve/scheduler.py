@@ -161,7 +161,7 @@ class Scheduler:
             if not job.removed and row is not None:
                 tokens = _until_the_end([ids[row] for ids in sampled[: share.rounds]], job.stop_ids)
                 job.pending -= share.rounds
-                job.tokens += tokens if tokens[-1] is not None else tokens[:-1]
+                job.tokens += [token for token in tokens if token is not None]  # the last one alone may be
             if job.slot is not None:
                 # What was computed after the end is nobody's.
                 self._remember(job, share, min(share.last_end, len(job.tokens)), flight.snapshot)

@@ -41,8 +41,8 @@ class EngineConfig:
     asynchronous: bool | None = None
     """Launch a step before the tokens of the last one are on the host. None: on a GPU, unless deterministic."""
     burst: int | None = None
-    """Tokens that a step samples for each answer that is wanted whole, where nothing else is to be done: the host has its
-    work once for all of them, and what is sampled after the end of an answer is lost. None: 8 on a GPU, else 1."""
+    """Tokens that a step samples for each answer that is wanted whole, where nothing else is to be done: the host has
+    its work once for all of them, and what is sampled after the end of an answer is lost. None: 8 on a GPU, else 1."""
     max_queue: int = 256
     """Requests that may wait; more are refused."""
     max_length: int | None = None
