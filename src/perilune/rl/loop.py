@@ -296,8 +296,8 @@ class Loop:
         temperature: float = 0.0,
         environments: Mapping[str, Environment] | None = None,
     ) -> Collected:
-        """Episodes of the first `count` tasks of every environment (or of each by name), not trained on, with the newest
-        weights."""
+        """Episodes of the first `count` tasks of every environment, or of each by its name, not trained on, with the
+        newest weights."""
         if self._ahead is not None:
             await asyncio.wait([self._ahead])  # they are to be all of one version
         await self._hand_over()

@@ -48,7 +48,7 @@ class SampleGraphs:
         self._memory = torch.cuda.graph_pool_handle() if capture else None
 
     def run(self, logits_NV: Tensor, arranged: Arranged) -> Tensor | None:
-        """[3, N] float64 on the device: IDS, PROBLEM_CODES, LOGPROBS; None where the rows are not alike, or too many."""
+        """[3, N] float64 on the device: IDS, PROBLEM_CODES, LOGPROBS. None where rows are not alike, or too many."""
         count, vocab_size = logits_NV.shape
         width = _width(arranged, count)
         bucket = 1 << (count - 1).bit_length()
