@@ -192,6 +192,22 @@ def test_digits_are_at_most_three_to_a_token_and_words_keep_their_space() -> Non
     assert pieces == [b"123", b"456", b"78", b" the"]
 
 
+def test_digits_can_be_tokens_of_their_own(tmp_path: Path) -> None:
+    texts = [f"The population is {number}, the year {number % 97}." for number in range(3000)]
+    single = Tokenizer.train(texts, 1024, digits=1)
+    tokens = [single.decode([token]) for token in single.encode("the year 1987.25")]
+    assert tokens[-7:] == ["1", "9", "8", "7", ".", "2", "5"]
+    assert not [
+        n for n in range(single.vocab_size) if len(single.token_bytes(n)) > 1 and single.token_bytes(n).isdigit()
+    ]
+    single.save(tmp_path / "tokenizer.json")
+    again = Tokenizer.load(tmp_path / "tokenizer.json")
+    assert again.fingerprint == single.fingerprint != Tokenizer.train(texts, 1024).fingerprint
+    asked = {"corpus_fingerprint": "the same", "cache_dir": tmp_path / "cache"}
+    kept = [Tokenizer.cached(texts, 1024, digits=digits, **asked) for digits in (1, 3, 1)]
+    assert [each.fingerprint == single.fingerprint for each in kept] == [True, False, True]
+
+
 def test_too_small_a_vocabulary_is_refused_with_the_minimum() -> None:
     with pytest.raises(TokenizerError, match=rf"vocab_size=100 .*>= {MIN_VOCAB_SIZE}"):
         Tokenizer.train(TEXTS, 100)

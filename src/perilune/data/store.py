@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from perilune.data.corpus import Corpus, Document, Progress, Split
-from perilune.data.tokenizer import Tokenizer
+from perilune.data.tokenizer import Digits, Tokenizer
 from perilune.data.turns import turn
 
 VERSION = 2  # part of the folder's name: raise it when the same input gives other files
@@ -153,6 +153,7 @@ def train_tokenizer(
     vocab_size: int,
     *,
     cache_dir: str | Path,
+    digits: Digits = 3,
     max_bytes: int = 200_000_000,
     progress: Progress | None = None,
     more_texts: Callable[[], Iterable[str]] | None = None,
@@ -175,7 +176,7 @@ def train_tokenizer(
         yield from () if more_texts is None else more_texts()
 
     learned_from = f"{corpus.fingerprint} {max_bytes}" + (f" {more_fingerprint}" if more_fingerprint else "")
-    return Tokenizer.cached(texts(), vocab_size, corpus_fingerprint=learned_from, cache_dir=cache_dir)
+    return Tokenizer.cached(texts(), vocab_size, corpus_fingerprint=learned_from, cache_dir=cache_dir, digits=digits)
 
 
 def tokenize_corpus(

@@ -1,8 +1,8 @@
 """Byte-level BPE, trained offline, with the special tokens of Kimi reserved from the start.
 
-A text is cut by `SPLIT_PATTERN` into pieces (words with their leading space, digits in groups of at most three,
-punctuation, line break plus indentation), each piece is a string of UTF-8 bytes, and byte-pair merges (Sennrich et al.,
-arXiv:1508.07909) join frequent neighbours. Every string has an encoding because all 256 bytes are tokens.
+A text is cut by `SPLIT_PATTERN` into pieces (words with their leading space, digits in groups of at most three, or one
+by one, punctuation, line break plus indentation), each piece is a string of UTF-8 bytes, and byte-pair merges (Sennrich
+et al., arXiv:1508.07909) join frequent neighbours. Every string has an encoding because all 256 bytes are tokens.
 
 Layout of the ids, for a vocabulary of V:
 
@@ -30,6 +30,7 @@ import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import tokenizers
@@ -88,6 +89,11 @@ SPLIT_PATTERN = "|".join(
 )
 
 
+DIGITS = r"\p{N}{1,3}"
+SINGLE_DIGITS_PATTERN = SPLIT_PATTERN.replace(DIGITS, r"\p{N}")
+"""The same with digits one by one: ten tokens that are met all the time, where groups of three are a thousand that a
+small model has to learn to copy each by itself."""
+
 KIMI_PATTERN = "|".join(
     (
         r"[\p{Han}]+",
@@ -107,6 +113,9 @@ KIMI_PATTERN = "|".join(
 _BORDER = re.compile(r"[^\W_](?=[\s.,;:!?)\]}\"，。、；：！？])")
 """A letter or digit before something that no piece of either pattern holds behind one (an apostrophe may be): there a
 piece ends whatever follows, and the next one begins whatever came before."""
+
+
+Digits = Literal[1, 3]
 
 
 class TokenizerError(ValueError):
@@ -136,15 +145,15 @@ class Tokenizer:
     # --- making one -------------------------------------------------------------------------------------------------
 
     @classmethod
-    def train(cls, texts: Iterable[str], vocab_size: int) -> "Tokenizer":
-        """Learn merges from `texts`; the result has exactly `vocab_size` ids."""
+    def train(cls, texts: Iterable[str], vocab_size: int, *, digits: Digits = 3) -> "Tokenizer":
+        """Learn merges from `texts`; the result has exactly `vocab_size` ids. No token has more `digits`."""
         if vocab_size < MIN_VOCAB_SIZE:
             raise TokenizerError(
                 f"vocab_size={vocab_size!r} is too small: {NUM_BYTES} bytes and {len(SPECIAL_TOKENS)} special tokens"
                 f" need room for at least one merge; use vocab_size >= {MIN_VOCAB_SIZE}"
             )
         core = tokenizers.Tokenizer(models.BPE())
-        core.pre_tokenizer = _pre_tokenizer()  # pyrefly: ignore
+        core.pre_tokenizer = _pre_tokenizer(SINGLE_DIGITS_PATTERN if digits == 1 else SPLIT_PATTERN)  # pyrefly: ignore
         core.decoder = decoders.ByteLevel()  # pyrefly: ignore
         trainer = trainers.BpeTrainer(
             vocab_size=vocab_size - len(SPECIAL_TOKENS),
@@ -190,20 +199,22 @@ class Tokenizer:
         *,
         corpus_fingerprint: str,
         cache_dir: str | Path,
+        digits: Digits = 3,
     ) -> "Tokenizer":
-        """The tokenizer of these texts, trained once per (corpus, vocab_size, VERSION) and kept in `cache_dir`.
+        """The tokenizer of these texts, trained once per (corpus, vocab_size, digits, VERSION) and kept in `cache_dir`.
 
         `texts` is read only when the cache has no usable file. A corrupt file is trained again. Of several processes
         that want the same tokenizer one trains it, and the others wait for it.
         """
-        key = hashlib.sha256(f"{VERSION}\n{corpus_fingerprint}\n{vocab_size}".encode()).hexdigest()[:24]
+        made_of = f"{VERSION}\n{corpus_fingerprint}\n{vocab_size}" + ("" if digits == 3 else f"\n{digits} digits")
+        key = hashlib.sha256(made_of.encode()).hexdigest()[:24]
         path = Path(cache_dir) / f"tokenizer-{vocab_size}-{key}.json"
         if (found := cls._kept(path)) is not None:
             return found
         with turn(path):
             if (found := cls._kept(path)) is not None:
                 return found
-            tokenizer = cls.train(texts, vocab_size)
+            tokenizer = cls.train(texts, vocab_size, digits=digits)
             tokenizer.save(path)
             return tokenizer
 
@@ -355,10 +366,10 @@ def _byte_characters() -> list[str]:
 BYTE_OF_CHARACTER: dict[str, int] = {character: byte for byte, character in enumerate(_byte_characters())}
 
 
-def _pre_tokenizer() -> pre_tokenizers.PreTokenizer:
+def _pre_tokenizer(pattern: str) -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(SPLIT_PATTERN), behavior="isolated"),
+            pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -389,7 +400,7 @@ def _pattern(parts: dict) -> str:
         or steps[1]["use_regex"]
     ):
         raise ValueError("its pattern drops or joins text, or a second one cuts it again")
-    if steps[0]["pattern"]["Regex"] not in (SPLIT_PATTERN, KIMI_PATTERN):
+    if steps[0]["pattern"]["Regex"] not in (SPLIT_PATTERN, SINGLE_DIGITS_PATTERN, KIMI_PATTERN):
         raise ValueError("its pattern is neither this version's nor that of released Kimi models")
     return steps[0]["pattern"]["Regex"]
 

@@ -70,6 +70,7 @@ def nano_release(sources: tuple[str, ...] = ()) -> RunConfig:
                 source=sources or (stdlib(),), include_suffixes=(), exclude=SKIPPED, valid_fraction=0.01
             ),
             vocab_size=4096,
+            digits=1,
             seq_len=1024,
             vision=VisionDataConfig(
                 scenes=SCENES,
@@ -77,7 +78,7 @@ def nano_release(sources: tuple[str, ...] = ()) -> RunConfig:
                 fusion=FusionConfig(share=0.35),
                 workers=12,
                 samples=64,
-                sample_tokens=256,
+                sample_tokens=384,
             ),
         ),
         optimizer=OptimizerConfig(lr=4e-3),

@@ -40,7 +40,7 @@ from perilune.data.chat_rows import ChatDataConfig, ChatRows
 from perilune.data.packing import IGNORED
 from perilune.data.probes import ProbeConfig, ProbeRows
 from perilune.data.svg_guard import check_parser
-from perilune.data.tokenizer import MIN_VOCAB_SIZE
+from perilune.data.tokenizer import MIN_VOCAB_SIZE, Digits
 from perilune.data.vision_documents import dialect, dialect_fingerprint
 from perilune.model import Decoder, MediaInput
 from perilune.model.moe import Router
@@ -52,6 +52,9 @@ class DataConfig:
     corpus: CorpusConfig = field(default_factory=CorpusConfig)
     vocab_size: int = 4096
     """Size of the tokenizer trained on the corpus; the model's vocab_size must be at least this."""
+    digits: Digits = 3
+    """That a token of this tokenizer holds at most. One by one, small models copy and add numbers sooner: groups of
+    three are a thousand tokens, each to be learnt by itself."""
     seq_len: int = 512
     cache_dir: str = ".cache/perilune"
     tokenizer: str | None = None
@@ -131,6 +134,7 @@ def open_tokenizer(config: DataConfig, corpus: Corpus, *, progress: Progress | N
         corpus,
         config.vocab_size,
         cache_dir=config.cache_dir,
+        digits=config.digits,
         progress=progress,
         more_texts=None if vision is None else lambda: dialect(vision),
         more_fingerprint="" if vision is None else dialect_fingerprint(vision),
