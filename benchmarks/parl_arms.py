@@ -63,8 +63,8 @@ class Settings:
     tasks: int = 16
     samples: int = 8
     lr: float = 1e-4
-    """That of the recipe. With 3e-4 ten iterations led 21M parameters from workers in 3% of wide tasks to all, and sixty
-    cost them what they could read: with the outcome alone it fell from 0.44 to 0.31 on wide tasks."""
+    """That of the recipe. With 3e-4 ten iterations led 21M parameters from workers in 3% of wide tasks to all, and
+    sixty cost them what they could read: with the outcome alone it fell from 0.44 to 0.31 on wide tasks."""
     over: int = 20
     """Iterations in which the extra rewards fade, as in the recipe."""
     spare_steps: int | None = 1
