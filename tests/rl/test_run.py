@@ -198,10 +198,16 @@ def test_an_environment_can_be_evaluated_on_more_tasks_than_others(tmp_path):
     for found in read_evaluations(tmp_path / "run"):
         assert {name: each["count"] for name, each in found["environments"].items()} == {"copying": 2, "more": 5}
     unknown = replace(settings, name="other", evaluation=EvaluationConfig(tasks=2, tasks_of={"nobody": 5}))
-    with pytest.raises(ValueError, match="tasks_of has .'nobody'., expected some of"):
-        train_policy(unknown, policy(), tmp_path / "other", environments=environments, quiet=True)
+    for refused in (
+        lambda: check(unknown, environments),
+        lambda: train_policy(unknown, policy(), tmp_path / "other", environments=environments, quiet=True),
+    ):
+        with pytest.raises((RLRunError, ValueError), match="tasks_of has 'nobody', expected one of copying, more"):
+            refused()
     with pytest.raises(ValueError, match="expected 1 or more"):
         EvaluationConfig(tasks_of={"copying": 0})
+    with pytest.raises(ValueError, match="none at all"):
+        EvaluationConfig(tasks=0, tasks_of={"copying": 4})
 
 
 def test_bad_episodes_are_counted_and_shown_and_the_run_goes_on(tmp_path):

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from perilune.serve.engine import Engine
-from perilune.serve.request import Output, Request
+from perilune.serve.request import Output, Request, SamplingParams
+from perilune.serve.sampler import Sampler, SamplerRow
 from tests.serve import tiny
 from tests.serve.engines import (
     SMALL,
@@ -168,6 +169,84 @@ def test_logits_that_are_not_numbers_in_a_burst_fail_only_their_request(
     for request in many(max_tokens=12):
         assert tokens(found[request.request_id]) == generated(tiny.model("mla"), request)
     check_nothing_is_held(engine)
+
+
+@WAYS
+@pytest.mark.parametrize("length", (5, 9, 20, 21))
+def test_the_last_token_of_a_prompt_is_no_part_of_a_burst(length: int, asynchronous: bool, padded: bool) -> None:
+    """Prompts are cut at the last border of pages; a prompt of one token more has a decode for its last."""
+    engine = burst_engine(asynchronous=asynchronous, padded=padded)
+    answers(engine, whole("before", PROMPT[:7], seed=5, max_tokens=9, ignore_eos=True))
+    scored = whole("scored", PROMPT[:length], seed=1, max_tokens=9, ignore_eos=True, prompt_logprobs=0)
+    beside = whole("beside", PROMPT[3:20], seed=2, max_tokens=9, ignore_eos=True)
+    found = answers(engine, scored, beside)
+    for request in (scored, beside):
+        assert tokens(found[request.request_id]) == generated(tiny.model(), request)
+    scores = found["scored"][0].prompt_logprobs
+    assert scores is not None and len(scores) == length
+    check_nothing_is_held(engine)
+
+
+@WAYS
+@pytest.mark.parametrize("before", (0, 4, 8))
+def test_a_prompt_may_end_with_a_picture(before: int, asynchronous: bool, padded: bool) -> None:
+    engine = burst_engine("pictures", asynchronous=asynchronous, padded=padded)
+    answers(engine, whole("before", PROMPT[:7], seed=5, max_tokens=9, ignore_eos=True))
+    prompt, media = tiny.prompt_with_pictures(PROMPT[:before], (1,))
+    prompt = prompt[: max(picture.end for picture in media)]
+    request = replace(whole("shown", prompt, seed=1, max_tokens=9, ignore_eos=True), media=media)
+    assert tokens(answers(engine, request)["shown"]) == generated(tiny.model("pictures"), request)
+    check_nothing_is_held(engine)
+
+
+def test_who_waits_for_pages_keeps_nobody_from_bursts() -> None:
+    engine = burst_engine("mla", num_pages=44, max_sequences=5, token_budget=40)
+    rounds, plan = [], engine._scheduler.plan
+
+    def noted() -> object:
+        found = plan()
+        if found is not None:
+            rounds.append(found.rounds)
+        return found
+
+    engine._scheduler.plan = noted  # pyrefly: ignore
+    requests = [whole(str(n), (n, *PROMPT, n, n), seed=n, max_tokens=18, ignore_eos=True) for n in range(5)]
+    found = answers(engine, *requests)
+    assert engine.stats().preemptions and rounds.count(4) > 4, rounds
+    for request in requests:
+        assert tokens(found[request.request_id]) == generated(tiny.model("mla"), request)
+
+
+@pytest.mark.parametrize("device", ("cpu", pytest.param("cuda", marks=pytest.mark.gpu)))
+@pytest.mark.parametrize(
+    "how",
+    ({}, {"temperature": 0.0}, {"temperature": 0.6, "top_p": 0.8}, {"top_k": 7, "min_p": 0.01}, {"logprobs": None}),
+    ids=("plain", "greedy", "top_p", "top_k", "no_logprobs"),
+)
+@pytest.mark.parametrize("vocab_size", (300, 5000))
+def test_a_padded_draw_is_that_of_every_row(vocab_size: int, how: dict[str, object], device: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    padded = Sampler(vocab_size, (3, 4, 5), device, use_graphs=True)
+    plain = Sampler(vocab_size, (3, 4, 5), device, use_graphs=False)
+    params = SamplingParams(**{"logprobs": 0, **how})
+    for count in (24, 24, 9, 1, 24):
+        logits = torch.randn(count, vocab_size, generator=generator).mul(3)
+        logits[0, 7] = float("nan") if count > 1 else 0.0
+        logits = logits.to(device)
+        found = []
+        for sampler in (padded, plain):
+            rows = [SamplerRow(params, seed=n, prompt=(1, 2)) for n in range(count)]
+            sampled = sampler.sample(logits, rows, often=True)
+            assert [row.index for row in rows] == [1] * count
+            assert sampled.token_ids.tolist() == sampled.host().token_ids
+            found.append(sampled.host())
+        assert found[0].token_ids == found[1].token_ids and found[0].problems == found[1].problems
+        assert found[0].tokens() == found[1].tokens()
+        for mine, other in zip(found[0].logprobs, found[1].logprobs):
+            assert (mine is None) == (other is None)
+            if mine is not None and other is not None:
+                assert mine.token_id == other.token_id and mine.logprob == pytest.approx(other.logprob, abs=1e-5)
+    assert padded._graphs is not None and len(padded._graphs._recordings) == 3
 
 
 @WAYS

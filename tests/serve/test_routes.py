@@ -69,6 +69,7 @@ class RoutesMachine(RuleBasedStateMachine):
             token_budget=data.draw(st.integers(5, 24)),
             num_snapshots=data.draw(st.integers(0, 5)),
             prefix_caching=data.draw(st.sampled_from((True, True, False))),
+            burst=data.draw(st.sampled_from((1, 3, 4))),
         )
         self.engine: Engine = make_engine(self.model, config)
         self.asked, self.got, self.cancelled = {}, {}, set()
@@ -80,11 +81,18 @@ class RoutesMachine(RuleBasedStateMachine):
         seed=st.integers(0, 3),
         wanted=st.sampled_from((True, True, True, False)),
         first=st.integers(0, 40),
+        stops=st.booleans(),
     )
-    def ask(self, cut: int, rest: list[int], max_tokens: int, seed: int, wanted: bool, first: int) -> None:
+    def ask(
+        self, cut: int, rest: list[int], max_tokens: int, seed: int, wanted: bool, first: int, stops: bool
+    ) -> None:  # fmt: skip
         prompt, name = (*TRUNK[:cut], *rest), str(len(self.asked))
         routes = min(first // 3, len(prompt) - 1) if wanted else None
-        self.asked[name] = ask(name, prompt, max_tokens=max_tokens, seed=seed, routes=routes, ignore_eos=True)
+        stop_ids = frozenset(range(seed, 250, 9)) if stops else frozenset()
+        request = ask(
+            name, prompt, max_tokens=max_tokens, seed=seed, routes=routes, ignore_eos=True, stop_ids=stop_ids
+        )  # fmt: skip
+        self.asked[name] = replace(request, whole=True)
         self.engine.add(self.asked[name])
 
     @rule(data=st.data())
@@ -125,6 +133,20 @@ def test_routes_equal_those_of_one_forward_under_everything_at_once(name: str) -
     case = type("Machine", (RoutesMachine,), {"names": (name,)}).TestCase
     case.settings = settings(max_examples=10, stateful_step_count=14, phases=[Phase.generate])
     case("runTest").runTest()
+
+
+def test_a_burst_that_went_on_after_the_end_of_one_that_was_preempted_adds_no_routes() -> None:
+    config = replace(RECORDING, num_pages=11, burst=4, asynchronous=True, max_length=28)
+    engine = make_engine(shared("mla"), config)
+    told = {"routes": 0, "max_tokens": 18, "ignore_eos": True}
+    requests = [
+        replace(ask("a", TRUNK[0:4], seed=12, stop_ids=frozenset({253}), **told), whole=True),
+        replace(ask("b", TRUNK[3:10], seed=9, stop_ids=frozenset({262}), **told), whole=True),
+    ]
+    found = answers(engine, *requests)
+    assert engine.stats().preemptions
+    for request in requests:
+        check(shared("mla"), request, found[request.request_id])
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

@@ -446,7 +446,9 @@ def test_nothing_leaks_in_ten_thousand_random_events(late: bool, burst: int) -> 
             bench.step()
     bench.drain()
     bench.check_nothing_leaked()
-    assert len(bench.answers) > 500 and bench.scheduler.num_preemptions > 20 and bench.scheduler.num_reused_tokens > 500
+    preempted = bench.scheduler.num_preemptions
+    assert len(bench.answers) > 500 and preempted > (20 if burst == 1 else 10)
+    assert bench.scheduler.num_reused_tokens > 500
     for name, answer in bench.answers.items():
         assert answer == expected(*asked[name])
     assert burst == 1 or sum(plan.rounds > 1 for plan in bench.plans) > 100

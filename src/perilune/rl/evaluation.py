@@ -48,6 +48,10 @@ class EvaluationConfig:
         for name in ("tasks", "every", "samples"):
             if getattr(self, name) < 0:
                 raise ValueError(f"evaluation.{name} is {getattr(self, name)!r}, expected 0 or more")
+        if self.tasks_of and not self.tasks:
+            raise ValueError(
+                f"evaluation.tasks_of is {dict(self.tasks_of)!r} and evaluation.tasks 0, which is none at all"
+            )
         for name, count in self.tasks_of.items():
             if count < 1:
                 raise ValueError(f"evaluation.tasks_of[{name!r}] is {count!r}, expected 1 or more")
@@ -81,8 +85,8 @@ async def evaluate(
 ) -> dict[str, Any]:
     """One evaluation of the weights as they are; its record is also written."""
     first = next(iter(read_evaluations(folder)), None)
-    if unknown := set(config.tasks_of) - set(environments):
-        raise ValueError(f"evaluation.tasks_of has {sorted(unknown)!r}, expected some of {sorted(environments)!r}")
+    if unknown := sorted(set(config.tasks_of) - set(environments)):
+        raise ValueError(f"evaluation.tasks_of has {unknown[0]!r}, expected one of {', '.join(environments)}")
     played = evaluated(environments)
     collected = await loop.evaluate({name: config.count_of(name) for name in played}, environments=played)
     found: dict[str, dict[str, Any]] = {}

@@ -145,6 +145,8 @@ def check(config: RLRunConfig, environments: Mapping[str, Environment]) -> None:
             "the tiny model that a recipe makes knows only copying or gathering, and the run has "
             f"{', '.join(environments)}: give --from RUN or --from FOLDER"
         )
+    if unknown := sorted(set(config.evaluation.tasks_of) - set(environments)):
+        raise RLRunError(f"evaluation.tasks_of has {unknown[0]!r}, expected one of {', '.join(environments)}")
     has_workers = any(getattr(each, "uses_asides", False) for each in environments.values())
     if config.rl.parl is not None and not has_workers:
         raise RLRunError(

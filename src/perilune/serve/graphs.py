@@ -113,6 +113,7 @@ class DecodeGraphs:
         if key not in self._recordings:
             self._recordings[key] = self._record(*key)
         recording = self._recordings[key]
+        self._burst = None
         self._fill(recording, runs, pages, late_ids, rounds)
         return self._replayed(recording)[: len(runs)]
 

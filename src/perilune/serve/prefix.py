@@ -131,6 +131,7 @@ class PrefixCache:
             return None
         if moves and job.newest_snapshot is not None and not self._states.has_room:
             self._states.forget(job.newest_snapshot)
+            job.newest_snapshot = None
         # A snapshot that moves on is worth less than one that stays: it drives nobody out.
         slot = self._states.reserve(evict=not moves)
         return None if slot is None else Snapshot(slot, moves)

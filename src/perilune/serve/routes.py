@@ -44,14 +44,15 @@ class RouteBook:
     def read(self, kept: Kept, pages: Sequence[int], end: int) -> np.ndarray:
         """[end - kept.start, layers, k] uint8 or uint16: what was kept, and the rest from the pages.
 
-        For tokens whose step is over: a step under way is not waited for.
+        For tokens whose step is over: a step under way is not waited for. More may be kept, of rounds that a burst went
+        on after the end.
         """
         if kept.parts and self._stream is not None:  # gathered perhaps a moment ago, in the stream of the steps
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with self._beside():
             parts = [*kept.parts, *([self.gather(pages, kept.end, end)] if end > kept.end else [])]
             empty = self.book[:, :0].transpose(0, 1)
-            found = torch.cat(parts or [empty]).cpu().numpy()
+            found = torch.cat(parts or [empty])[: max(0, end - kept.start)].cpu().numpy()
         return found if found.dtype == np.uint8 else found.view(np.uint16)
 
     def _beside(self) -> AbstractContextManager[object]:

@@ -161,7 +161,7 @@ class Runner:
 
     def _run_later(self, plan: StepPlan, late_ids: Tensor | None, number: int) -> Tensor:
         if self._graphs is not None:
-            assert late_ids is not None
+            assert late_ids is not None and all(map(_is_plain_decode, plan.shares))
             return self._graphs.run_later(number, plan.in_round(number), late_ids)
         return self._run(plan.later_round(number), late_ids)
 

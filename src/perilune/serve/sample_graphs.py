@@ -44,7 +44,8 @@ class SampleGraphs:
         """`banned_V` tokens have the logit `nothing`."""
         self._banned_V, self._nothing = banned_V, nothing
         self._device, self._capture = device, capture
-        self._recordings: dict[tuple[int, int, torch.dtype], _Recording] = {}
+        self._recordings: dict[tuple[int, int, torch.dtype], _Recording | None] = {}
+        """None where there was no memory for it."""
         self._memory = torch.cuda.graph_pool_handle() if capture else None
 
     def run(self, logits_NV: Tensor, arranged: Arranged) -> Tensor | None:
@@ -58,6 +59,8 @@ class SampleGraphs:
         if key not in self._recordings:
             self._recordings[key] = self._record(bucket, vocab_size, width, logits_NV.dtype)
         recording = self._recordings[key]
+        if recording is None:
+            return None
         recording.logits[:count].copy_(logits_NV)
         recording.columns[:, :count].copy_(to_device(arranged.columns, self._device), non_blocking=True)
         if recording.graph is None:
@@ -73,20 +76,23 @@ class SampleGraphs:
         logprobs_N = logits_NV.gather(-1, ids_N[:, None])[:, 0] - logits_NV.logsumexp(-1)
         return torch.stack([ids_N.double(), problems_N.double(), logprobs_N.double()])
 
-    def _record(self, bucket: int, vocab_size: int, width: int, dtype: torch.dtype) -> _Recording:
-        recording = _Recording(
-            logits=torch.zeros(bucket, vocab_size, dtype=dtype, device=self._device),
-            columns=torch.from_numpy(NEUTRAL).to(self._device)[:, None].repeat(1, bucket),
-            width=width,
-        )
-        if self._capture:
-            try:
+    def _record(self, bucket: int, vocab_size: int, width: int, dtype: torch.dtype) -> _Recording | None:
+        if not self._capture and self._memory is not None:  # it failed before
+            return None
+        try:
+            recording = _Recording(
+                logits=torch.zeros(bucket, vocab_size, dtype=dtype, device=self._device),
+                columns=torch.from_numpy(NEUTRAL).to(self._device)[:, None].repeat(1, bucket),
+                width=width,
+            )
+            if self._capture:
                 recording.graph, recording.output = recorded(
                     lambda: self._sampled(recording), device=self._device, memory=self._memory
                 )
-            except RuntimeError as error:
-                self._capture = False
-                warnings.warn(f"new shapes are sampled without CUDA graphs from now on: {error}", stacklevel=2)
+        except RuntimeError as error:  # of memory too
+            self._capture = False
+            warnings.warn(f"new shapes are sampled without CUDA graphs from now on: {error}", stacklevel=2)
+            return None
         return recording
 
 

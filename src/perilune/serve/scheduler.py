@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from perilune.serve.job import Job
 from perilune.serve.pages import Pages
 from perilune.serve.plan import Share, StepPlan, Want
-from perilune.serve.prefix import PrefixCache, Snapshot
+from perilune.serve.prefix import Hit, PrefixCache, Snapshot
 from perilune.serve.states import States
 
 
@@ -183,15 +183,27 @@ class Scheduler:
     def _rounds(self) -> int:
         """Of the next step, if it is one of decodes."""
         most, rounds, pages = self.config.burst, 1, 0
-        if most == 1 or (self.waiting and self.states.num_free):
+        if most == 1 or self._may_begin():
             return 1
         for job in self.running:
-            if not (job.bursts and job.max_tokens) or job.prefills:
+            # The last token of a prompt is a decode too, but one with its pictures, and with scores to be given.
+            if not job.bursts or job.prefills or job.computed < job.num_prompt:
                 return 1
             own = min(most, job.goal - job.computed)
             rounds = max(rounds, own)
             pages += max(0, self.pages.pages_for(job.computed + own) - len(job.pages))
         return rounds if pages <= self.pages.num_free else 1  # nobody is pre-empted for the sake of a burst
+
+    def _may_begin(self) -> bool:
+        """Whether one that waits could be admitted, now or when the step under way is over."""
+        if not self.waiting or not self.states.num_free:
+            return False
+        first = self.waiting[0]  # one that does not fit holds back those behind it
+        if self.prefixes.is_promised(first) or any(
+            flight.job is first for flights in self._flights for flight in flights
+        ):
+            return True
+        return self._fits(first, self.prefixes.lookup(first))
 
     def _chunk(self, job: Job, budget: int, crowded: bool) -> int:
         """How many tokens of its prefill: all, unless the budget, a snapshot or those behind it want it shorter."""
@@ -277,13 +289,11 @@ class Scheduler:
 
     def _admit(self, draft: _Draft, job: Job) -> bool:
         hit = self.prefixes.lookup(job)
-        shared = hit.matched[: hit.depth]
-        missing = self.pages.pages_for(len(job.tokens)) - hit.depth
-        # A page for each running job to grow into: else the newcomer would be pre-empted right away.
-        if self.running and missing + self.pages.num_unused(shared) + len(self.running) > self.pages.num_free:
+        if not self._fits(job, hit):
             return False
+        shared = hit.matched[: hit.depth]
         self.pages.share(shared)
-        job.pages = (*shared, *self.pages.take(missing))
+        job.pages = (*shared, *self.pages.take(self.pages.pages_for(len(job.tokens)) - hit.depth))
         job.slot = self.states.take()
         job.computed = job.landed = hit.depth * self.pages.page_size
         if job.num_cached is None:
@@ -298,6 +308,12 @@ class Scheduler:
         self.waiting.remove(job)
         self.running.append(job)
         return True
+
+    def _fits(self, job: Job, hit: Hit) -> bool:
+        """There are pages for it, and one for each running job to grow into: else it would be pre-empted right away."""
+        missing = self.pages.pages_for(len(job.tokens)) - hit.depth
+        needed = missing + self.pages.num_unused(hit.matched[: hit.depth]) + len(self.running)
+        return not self.running or needed <= self.pages.num_free
 
     def _preempt(self, job: Job) -> None:
         self.num_preemptions += 1
