@@ -59,6 +59,8 @@ from parl_arms import (
     short,
     start_of,
     stop_here,
+    traces_of,
+    workers_of,
 )
 from parl_models import KEY, Recipe, gather_rows
 from parl_models import Settings as Models
@@ -68,6 +70,7 @@ from parl_traces import Mix
 from rl_base import is_there
 from rl_rows import add_rows, read_rows, say
 
+from perilune.data.chat_rows import ChatRows
 from perilune.data.tokenizer import Tokenizer
 from perilune.model import Decoder
 from perilune.report.rl import write_rl_report
@@ -85,6 +88,8 @@ TURN_SECONDS = 5e-4
 """For which a thread may keep the interpreter while another waits for it; Python's own 5 ms are several decoding steps:
 an engine whose numbers are there would wait as long for the episodes, which compute all the time."""
 EQUAL = "groups with equal rewards"
+PTX_TOKENS = 16_384
+"""Of workers' dialogues in an update, beside some 60,000 that are sampled."""
 SAVED_EVERY = 60.0
 """Seconds of training that a call loses at most when it is cut off."""
 JUDGED_A_SECOND = 100
@@ -111,7 +116,8 @@ def train(settings: Settings) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     create(folder, run, tokenizer, device=device, fresh=False)
     (folder / RL_CONFIG).write_text(json.dumps(plain_config(config), indent=2) + "\n", encoding="utf-8")
-    asyncio.run(_train(settings, config, model, tokenizer, run, folder))
+    ptx = None if not settings.ptx else kept_dialogues(settings, config, tokenizer)
+    asyncio.run(_train(settings, config, model, tokenizer, run, folder, ptx))
     if not (folder / RECORDS).exists():
         raise SystemExit(f"no iteration was over after {settings.seconds:g} s: give it more --seconds")
     row = train_row(settings)
@@ -121,9 +127,24 @@ def train(settings: Settings) -> None:
         stop_here(settings, f"{row['iterations']} of {settings.iterations} iterations")
 
 
+def kept_dialogues(settings: Settings, config: RLRunConfig, tokenizer: Tokenizer) -> ChatRows:
+    """Those of workers, of the traces."""
+    traces, workers = traces_of(settings), workers_of(settings)
+    if not traces.exists():
+        raise SystemExit(f"--ptx needs {str(traces)!r}, which parl_models.py sft writes: lay it there")
+    with traces.open(encoding="utf-8") as file:
+        lines = [line for line in file if json.loads(line)["kind"] == "worker"]
+    workers.write_text("".join(lines), encoding="utf-8")
+    length = 1024 if settings.tiny else PTX_TOKENS
+    rows = ChatRows(config.ptx, tokenizer, seq_len=length, seed=settings.seed, cache_dir=str(settings.out / "cache"))
+    say(f"{rows.num_dialogues:,} dialogues of workers are learnt from beside")
+    return rows
+
+
 async def _train(
-    settings: Settings, config: RLRunConfig, model: Decoder, tokenizer: Tokenizer, run: RunConfig, folder: Path
-) -> None:
+    settings: Settings, config: RLRunConfig, model: Decoder, tokenizer: Tokenizer, run: RunConfig, folder: Path,
+    ptx: ChatRows | None,
+) -> None:  # fmt: skip
     """Until the time of this call is over; what was trained before is continued."""
     about = {"config": to_plain(run), "tokenizer_fingerprint": tokenizer.fingerprint, "rl": plain_config(config)}
     resume = checkpoint.find(folder / CHECKPOINTS) is not None
@@ -134,7 +155,9 @@ async def _train(
         if loop.iteration in (0, settings.iterations) and loop.iteration not in known and config.evaluation.tasks:
             await evaluate(loop, environments, config.evaluation, folder)
 
-    async with Loop(model, tokenizer, environments, config.rl, folder=folder, resume=resume, about=about) as loop:
+    async with Loop(
+        model, tokenizer, environments, config.rl, folder=folder, resume=resume, about=about, ptx=ptx
+    ) as loop:  # fmt: skip
         forget_after(folder, loop.iteration)
         if not resume:
             await loop.save()

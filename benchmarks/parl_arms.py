@@ -16,6 +16,7 @@ from parl_traces import Mix, environment_of
 from rl_base import saved_step
 from rl_rows import say
 
+from perilune.data.chat_rows import ChatDataConfig
 from perilune.data.picture_scores import bootstrap_interval
 from perilune.recipes.parl import parl
 from perilune.rl.environments.wide_search import CRITICAL_STEPS, SERIAL_TOOLS, WideSearch
@@ -35,6 +36,7 @@ SERIAL_CAPS = (1.0, 0.5, 2.0, 3.0, 4.0, 6.0, 1000.0)
 MEMORY_GIB = 2.0
 """Of each engine, for states and pages: 0.3 GiB of states for 256 sequences (0.6 for the 512 of workers), and pages for
 2M tokens (1.6M). 128 episodes of at most 8,192 tokens take 1M, 512 workers of 1,100 take 0.6M."""
+LR = parl().rl.learner.optimizer.lr
 HIDDEN = ("environment", "curves", "share", "wide_f1s")
 """Of a row, what is not printed."""
 CURVES = ("spawn", "outcome", "parallel", "finish", "width", "critical_steps", "total_steps", "finished", "unused")
@@ -62,9 +64,12 @@ class Settings:
     iterations: int = parl().rl.iterations
     tasks: int = 16
     samples: int = 8
-    lr: float = 1e-4
+    lr: float = LR
     """That of the recipe. With 3e-4 ten iterations led 21M parameters from workers in 3% of wide tasks to all, and
     sixty cost them what they could read: with the outcome alone it fell from 0.44 to 0.31 on wide tasks."""
+    ptx: float = 0.0
+    """Weight of the loss of workers' dialogues, from the traces that the model was fine-tuned on: it keeps what a model
+    can read, and says nothing of when to delegate."""
     over: int = 20
     """Iterations in which the extra rewards fade, as in the recipe."""
     spare_steps: int | None = 1
@@ -90,8 +95,9 @@ def name_of(settings: Settings) -> str:
 
 def _beside(settings: Settings) -> list[str]:
     """What is not as in the arm of the bars."""
-    looser = [] if settings.trained_cap == 1 else [f"cap{settings.trained_cap:g}"]
-    return looser if settings.mix is None else [settings.mix, *looser]
+    numbers = {"cap": (settings.trained_cap, 1.0), "lr": (settings.lr, LR), "ptx": (settings.ptx, 0.0)}
+    unlike = [f"{name}{value:g}" for name, (value, usual) in numbers.items() if value != usual]
+    return unlike if settings.mix is None else [settings.mix, *unlike]
 
 
 def start_of(settings: Settings) -> str:
@@ -101,6 +107,14 @@ def start_of(settings: Settings) -> str:
 def arm_of(settings: Settings) -> str:
     """As rows name it: one that starts from other traces, or trains at another cap, is not the arm of the bars."""
     return ", ".join([settings.arm, *_beside(settings)])
+
+
+def traces_of(settings: Settings) -> Path:
+    return settings.out / f"traces-{mix_of(settings)}-{settings.seed}.jsonl"
+
+
+def workers_of(settings: Settings) -> Path:
+    return traces_of(settings).with_stem(f"workers-{mix_of(settings)}-{settings.seed}")
 
 
 def mix_of(settings: Settings) -> Mix:
@@ -135,7 +149,7 @@ def rl_config(settings: Settings) -> RLConfig:
         tasks=settings.tasks,
         seed=settings.seed,
         rollout=replace(base.rollout, group_size=settings.samples),
-        learner=replace(base.learner, optimizer=optimizer_of(settings)),
+        learner=replace(base.learner, optimizer=optimizer_of(settings), ptx_weight=settings.ptx),
         parl=rewarded,
         checkpoint_every=0,
     )
@@ -160,6 +174,7 @@ def run_config(settings: Settings) -> RLRunConfig:
         start_from=str(settings.out / start_of(settings)),
         environments=EnvironmentsConfig(wide_search=wide_search(settings, settings.trained_cap)),
         rl=rl_config(settings),
+        ptx=ChatDataConfig(sources=(str(workers_of(settings)),) if settings.ptx else ()),
         evaluation=EvaluationConfig(tasks=settings.shown),
         device=str(device_of(settings)),
     )
@@ -167,7 +182,7 @@ def run_config(settings: Settings) -> RLRunConfig:
 
 def given(settings: Settings) -> dict[str, Any]:
     """Of the settings, what a row's numbers depend on beside its name."""
-    names = ("tasks", "samples", "lr", "over", "spare_steps")
+    names = ("tasks", "samples", "lr", "ptx", "over", "spare_steps")
     return {"wanted": settings.iterations, **{name: getattr(settings, name) for name in names}}
 
 

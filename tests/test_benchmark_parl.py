@@ -176,6 +176,8 @@ def test_an_arm_from_other_traces_has_a_name_of_its_own_and_is_not_the_arm_of_th
     looser = replace(own, trained_cap=2.0)
     assert script.arm_of(looser) == "outcome, cap2" and script.start_of(looser) == script.start_of(own)
     assert len({script.name_of(each) for each in (own, other, looser, replace(other, trained_cap=2.0))}) == 4
+    faster = replace(own, lr=2e-4, ptx=0.1)
+    assert script.arm_of(faster) == "outcome, lr0.0002, ptx0.1" and script.start_of(faster) == script.start_of(own)
     assert script.start_of(replace(own, arm="control")) == "sft-full-well-formed-0"
     with pytest.raises(SystemExit, match="sft --mix all-at-once --recipe full --seed 0 makes it"):
         script.train(other)
@@ -288,6 +290,19 @@ def test_models_are_made_arms_are_trained_tested_and_continued_on_a_cpu(arm, tmp
     assert "1 of 2 iterations; the same command goes on" in capsys.readouterr().out
     _leaves_out_what_is_there(script, made, capsys)
     _is_a_run_that_others_read(script, made, capsys)
+
+
+def test_workers_dialogues_are_learnt_from_beside(arm, capsys):
+    script, made = arm
+    kept = replace(made, arm="outcome", ptx=0.5, iterations=1)
+    script.train(kept)
+    (row,) = [each for each in script.read_rows(made.results) if each["name"] == "outcome-full-ptx0.5-0"]
+    assert row["ptx"] == 0.5 and "dialogues of workers are learnt from beside" in capsys.readouterr().out
+    (record,) = (made.out / "outcome-full-ptx0.5-0" / script.RECORDS).read_text().splitlines()
+    assert json.loads(record)["ptx_loss"] > 0
+    script.traces_of(made).rename(made.out / "elsewhere.jsonl")
+    with pytest.raises(SystemExit, match="--ptx needs .*traces-mostly-serial-0.jsonl"):
+        script.train(kept)
 
 
 def _leaves_out_what_is_there(script, made, capsys) -> None:
