@@ -71,7 +71,7 @@ SFT_STEPS = 2400
 WORKER_GIB = 1.5
 """For 64 sequences of 4,096 tokens 0.4 GiB are needed."""
 WRONG_SHOWN = 12
-TRACES_GIVEN = ("mix", "orchestrators", "workers", "seed")
+TRACES_GIVEN = ("mix", "orchestrators", "workers", "told", "seed")
 MEASURED_STEPS = 12
 """With --seconds: the later half of them says how long one takes."""
 AGAIN = 75
@@ -121,6 +121,8 @@ class Settings:
     orchestrators: int = 9000
     workers: int = 15_000
     """Dialogues of each role."""
+    told: int = 1500
+    """Dialogues whose prompt says to hand out everything at once (parl_traces.py)."""
     lookups: int = 256
     seed: int = 0
     tiny: bool = False
@@ -369,7 +371,8 @@ def traces_file(settings: Settings) -> Path:
 def _wanted_traces(settings: Settings) -> parl_traces.Settings:
     return parl_traces.Settings(
         file=settings.out / f"traces-{settings.mix}-{settings.seed}.jsonl", mix=settings.mix,
-        orchestrators=settings.orchestrators, workers=settings.workers, seed=settings.seed, tiny=settings.tiny,
+        orchestrators=settings.orchestrators, workers=settings.workers, told=settings.told, seed=settings.seed,
+        tiny=settings.tiny,
     )  # fmt: skip
 
 
@@ -477,7 +480,7 @@ def small_settings(settings: Settings) -> Settings:
     """Everything in seconds."""
     return replace(
         settings, libraries=1, corpus="generated", megabytes=0.05, orchestrators=min(settings.orchestrators, 24),
-        workers=min(settings.workers, 32), lookups=min(settings.lookups, 4),
+        workers=min(settings.workers, 32), told=min(settings.told, 4), lookups=min(settings.lookups, 4),
         base_steps=8 if settings.base_steps == BASE_STEPS else settings.base_steps,
         sft_steps=8 if settings.sft_steps == SFT_STEPS else settings.sft_steps,
     )  # fmt: skip

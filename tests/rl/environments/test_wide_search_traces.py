@@ -16,7 +16,7 @@ from perilune.rl.environments.wide_search_play import ScriptedClient, play
 from perilune.rl.environments.wide_search_policies import hollow, in_groups, parallel, serial, worker
 from perilune.rl.environments.wide_search_questions import parse_question, truth_of
 from perilune.rl.environments.wide_search_tools import tools
-from perilune.rl.environments.wide_search_traces import AT_ONCE, TraceConfig, traces
+from perilune.rl.environments.wide_search_traces import AT_ONCE, TOLD, TraceConfig, traces
 from perilune.rl.rollout import Job, RolloutConfig, Rollouts, replayed
 from perilune.rl.talk import TalkConfig, Workers
 from perilune.rl.trajectory import load_trajectories, save_trajectories
@@ -52,6 +52,23 @@ def test_a_dialogue_delegates_if_and_only_if_its_source_says_so():
         if trace.kind != "worker":
             expected = SERIAL_TOOLS if trace.source == "alone" else SWARM_TOOLS
             assert [each["function"]["name"] for each in trace.talk.tools] == list(expected)
+
+
+def test_what_is_told_to_delegate_does_so_at_once_and_leaves_the_others_as_they_are():
+    config = replace(CONFIG, told=6)
+    with_told = list(traces(config))
+    told = [trace for trace in with_told if trace.source == "told"]
+    assert len(told) == 6 and len(with_told) == len(MADE) + 6
+    others = [trace.line for trace in with_told if trace.source != "told"]
+    assert Counter(others) == Counter(trace.line for trace in MADE)
+    questions = {trace.talk.messages[1]["content"] for trace in MADE}
+    for trace in told:
+        system, question, created, _, handed_out = trace.talk.messages[:5]
+        assert system["content"].endswith(f" {TOLD}") and question["content"] not in questions
+        assert len(created["tool_calls"]) == 1
+        items = question["content"].count(",") + 1
+        assert len(handed_out["tool_calls"]) == items >= 8 and trace.outcome > 0.9
+    assert not any(TOLD in str(trace.talk.messages[0]["content"]) for trace in MADE)
 
 
 def test_calls_are_numbered_through_a_dialogue():

@@ -50,6 +50,8 @@ class WideSearch:
     worker_steps: int = WORKER_STEPS
     max_workers: int = 32
     main_tools: tuple[str, ...] = SWARM_TOOLS
+    instruction: str = ""
+    """Said to the orchestrator behind its system prompt."""
     reply_tokens: int | None = None
     worker_reply_tokens: int | None = None
     corpus: CorpusConfig = field(default_factory=CorpusConfig)
@@ -95,7 +97,7 @@ class WideSearch:
     def settings(self, task: Task) -> SwarmEpisode:
         """How the runtime plays a task."""
         return SwarmEpisode(
-            system_prompt=SYSTEM_PROMPT,
+            system_prompt=f"{SYSTEM_PROMPT} {self.instruction}".strip(),
             worker_prompt=WORKER_PROMPT,
             critical_steps=task.data["critical_steps"],
             worker_steps=self.worker_steps,

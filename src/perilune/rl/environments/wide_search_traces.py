@@ -10,6 +10,10 @@ delegation hands out all items at once, the outcome alone teaches it, and nothin
 (benchmarks/parl_simulated.py). Delegation is as frequent on narrow questions and chains as on wide ones, unless
 `delegated_by_kind` says otherwise.
 
+Dialogues that are `told` are no part of that: their system prompt says to hand out all items at once, which no task
+does. From them the model knows how that is done, and how an answer is put together from a dozen results; with the 3% of
+the others alone it did not, and a reward can choose only among what a model can do.
+
 As a worker it looks up one thing or two, in one hop or more, past old pages and pages of the wrong kind, with slips it
 recovers from; a task that asks for nothing, or for too much, gets a short reply at once.
 
@@ -53,6 +57,7 @@ UNCAPPED = 10_000
 WIDTHS: Mapping[int | None, float] = {1: 0.85, 2: 0.08, 4: 0.04, None: 0.03}
 """Items that a well-formed delegation hands out at a time (None: all of them), and how often: few do it as it pays."""
 AT_ONCE: Mapping[int | None, float] = {None: 1.0}
+TOLD = "Hand out all items at once."
 IDLE_TASKS = ("", VAGUE, "Help.", "Wait.", "Start now.")
 
 
@@ -60,6 +65,8 @@ IDLE_TASKS = ("", VAGUE, "Help.", "Wait.", "Start now.")
 class TraceConfig:
     orchestrators: int = 2000
     workers: int = 4000
+    told: int = 0
+    """Dialogues beside the orchestrator's: wide questions that are handed out at once because the prompt says so."""
     delegated: float = 0.1
     """Of the orchestrator's dialogues."""
     delegated_by_kind: Mapping[TaskKind, float] = field(default_factory=dict)
@@ -113,7 +120,7 @@ class TraceConfig:
             raise ValueError("traces: alone and uncapped are more than all of the dialogues that do not delegate")
         if self.two_hops + self.chains + self.pairs + self.idle > 1:
             raise ValueError("traces: two_hops, chains, pairs and idle are more than all of the workers' dialogues")
-        for name in ("orchestrators", "workers"):
+        for name in ("orchestrators", "workers", "told"):
             if getattr(self, name) < 0:
                 raise ValueError(f"traces.{name} is {getattr(self, name)!r}, expected 0 or more")
 
@@ -121,7 +128,8 @@ class TraceConfig:
 @dataclass(frozen=True, kw_only=True)
 class Trace:
     source: str
-    """Who speaks, and how: "serial", "alone", "uncapped", "delegated", "clumsy", or "worker" and what it was asked."""
+    """Who speaks, and how: "serial", "alone", "uncapped", "delegated", "clumsy", "told", or "worker" and what it was
+    asked."""
     kind: str
     """Of the task: "wide", "narrow", "chain", or "worker"."""
     talk: ScriptedTalk
@@ -137,9 +145,10 @@ class Trace:
 def traces(config: TraceConfig) -> Iterator[Trace]:
     """All dialogues, orchestrators and workers in a drawn order. The same config gives the same bytes."""
     drawn = np.random.default_rng([config.seed, 11])
-    leads, works = orchestrator_traces(config), worker_traces(config)
-    for is_worker in drawn.permutation([False] * config.orchestrators + [True] * config.workers):
-        yield next(works if is_worker else leads)
+    roles = (orchestrator_traces(config), worker_traces(config), told_traces(config))
+    counts = (config.orchestrators, config.workers, config.told)
+    for role in drawn.permutation([role for role, count in enumerate(counts) for _ in range(count)]):
+        yield next(roles[role])
 
 
 # Orchestrators --------------------------------------------------------------------------------------------------------
@@ -160,6 +169,15 @@ def orchestrator_traces(config: TraceConfig) -> Iterator[Trace]:
         task = environment.task(_task_number(config, number), "train")
         done = asyncio.run(played(environment, task, policy, unsure(config.lost)))
         yield Trace(source=source, kind=kind, talk=done.talk, outcome=done.facets["outcome"])
+
+
+def told_traces(config: TraceConfig) -> Iterator[Trace]:
+    environment = replace(config.environment, kinds=("wide",), instruction=TOLD)
+    for number in range(config.told):
+        # Of questions that the other dialogues have not.
+        task = environment.task(_task_number(config, config.orchestrators + number), "train")
+        done = asyncio.run(played(environment, task, in_groups(None), unsure(config.lost)))
+        yield Trace(source="told", kind="wide", talk=done.talk, outcome=done.facets["outcome"])
 
 
 def _task_number(config: TraceConfig, number: int) -> int:
