@@ -34,15 +34,16 @@ AGAIN = 75
 
 def test_traces_of_all_parts_are_as_many_as_asked_for_and_have_seeds_of_their_own(monkeypatch, tmp_path):
     traces = load_script(monkeypatch, "parl_traces")
-    asked = traces.Settings(file=tmp_path / "a.jsonl", orchestrators=31, workers=50, seed=2)
+    asked = traces.Settings(file=tmp_path / "a.jsonl", orchestrators=31, workers=50, told=13, seed=2)
     configs = traces.trace_configs(asked)
     assert sum(each.orchestrators for each in configs) == 31 and sum(each.workers for each in configs) == 50
+    assert sum(each.told for each in configs) == 13
     others = traces.trace_configs(replace(asked, seed=3))
     assert len({each.seed for each in (*configs, *others)}) == 2 * traces.PARTS
     assert {each.well_formed for each in configs} == {0.6}
     assert {each.well_formed for each in traces.trace_configs(replace(asked, mix="well-formed"))} == {1.0}
-    traces.write(replace(asked, tiny=True, orchestrators=3, workers=4))
-    assert len(asked.file.read_text().splitlines()) == 7 and list(tmp_path.iterdir()) == [asked.file]
+    traces.write(replace(asked, tiny=True, orchestrators=3, workers=4, told=2))
+    assert len(asked.file.read_text().splitlines()) == 9 and list(tmp_path.iterdir()) == [asked.file]
 
 
 def test_a_model_whose_time_is_up_is_saved_and_gone_on_with_by_the_same_call(monkeypatch, tmp_path, capsys):
