@@ -35,7 +35,7 @@ SERIAL_CAPS = (1.0, 0.5, 2.0, 3.0, 4.0, 6.0, 1000.0)
 """The serial agent also gets as many steps as it likes: what equal quality costs it."""
 MEMORY_GIB = 2.0
 """Of each engine, for states and pages: 0.3 GiB of states for 256 sequences (0.6 for the 512 of workers), and pages for
-2M tokens (1.6M). 128 episodes of at most 8,192 tokens take 1M, 512 workers of 1,100 take 0.6M."""
+2M tokens (1.6M). 128 episodes of at most 10,240 tokens take 1.3M, 512 workers of 1,100 take 0.6M."""
 LR = parl().rl.learner.optimizer.lr
 HIDDEN = ("environment", "curves", "share", "wide_f1s")
 """Of a row, what is not printed."""

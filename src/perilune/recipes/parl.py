@@ -67,7 +67,7 @@ def parl() -> RLRunConfig:
                 workers=TalkConfig(max_tokens=1024, max_turns=12),
             ),
             learner=LearnerConfig(optimizer=OptimizerConfig(lr=1e-4, weight_decay=0.0), row_tokens=16384),
-            engine=EngineConfig(max_sequences=256, token_budget=8192, max_length=8192),
+            engine=EngineConfig(max_sequences=256, token_budget=8192, max_length=10_240),
             worker_engine=EngineConfig(max_sequences=512, token_budget=8192, max_length=4096),
             # A tenth of the episodes with eleven workers each is one task an episode already: rewards that fade then
             # fade before the skill is there. Four means that a third of the episodes have them.
