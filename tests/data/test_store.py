@@ -165,7 +165,8 @@ def test_who_comes_second_waits_and_reads_what_the_first_built(tokenizer, tmp_pa
 
 def test_a_tokenizer_is_trained_once_however_many_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trained, train = [], Tokenizer.train.__func__
-    monkeypatch.setattr(Tokenizer, "train", classmethod(lambda *given: trained.append(1) or train(*given)))
+    noted = classmethod(lambda *given, **more: trained.append(1) or train(*given, **more))
+    monkeypatch.setattr(Tokenizer, "train", noted)
     with ThreadPoolExecutor(4) as pool:
         jobs = [pool.submit(train_tokenizer, CORPUS, 320, cache_dir=tmp_path) for _ in range(4)]
         assert len({job.result().fingerprint for job in jobs}) == 1
