@@ -216,7 +216,7 @@ ABUSES = {
     "processes": "python -c \"\nimport os, time\nwhile True:\n  try: os.fork()\n"
                  "  except OSError: time.sleep(0.1)\"",
     "memory": "python -c \"\nimport time\nkept = []\nwhile True:\n"
-              "  kept.append(bytearray(8 << 20)); time.sleep(0.05)\"",  # slowly: it is to be seen
+              "  try: kept.append(bytearray(8 << 20))\n  except MemoryError: pass\n  time.sleep(0.01)\"",
     "disk": "i=0; while true; do head -c 4000000 /dev/zero > /workspace/f$i || true; i=$((i+1)); done",
     "output": "yes this never ends",
     "wall time": "sleep 1000 & sleep 1000",
