@@ -32,6 +32,7 @@ run: `perilune swarm audit DIR/full-full-0` and `perilune rl replay DIR/full-ful
 
 import asyncio
 import json
+import os
 import shutil
 import sys
 import time
@@ -134,7 +135,9 @@ def kept_dialogues(settings: Settings, config: RLRunConfig, tokenizer: Tokenizer
         raise SystemExit(f"--ptx needs {str(traces)!r}, which parl_models.py sft writes: lay it there")
     with traces.open(encoding="utf-8") as file:
         lines = [line for line in file if json.loads(line)["kind"] == "worker"]
-    workers.write_text("".join(lines), encoding="utf-8")
+    partial = workers.with_suffix(f".{os.getpid()}")  # arms side by side write the same
+    partial.write_text("".join(lines), encoding="utf-8")
+    partial.replace(workers)
     length = 1024 if settings.tiny else PTX_TOKENS
     rows = ChatRows(config.ptx, tokenizer, seq_len=length, seed=settings.seed, cache_dir=str(settings.out / "cache"))
     say(f"{rows.num_dialogues:,} dialogues of workers are learnt from beside")

@@ -67,7 +67,7 @@ PAGES_FOR_WORDS = 8000
 BASE_STEPS = 1000
 """131M tokens, six for every parameter: three to four times what seven libraries and the corpus hold."""
 SFT_STEPS = 2400
-"""Seven times through the dialogues: a worker that is right in 255 of 256 lookups."""
+"""Seven times through the dialogues without those that are told: a worker that is right in 255 of 256 lookups."""
 WORKER_GIB = 1.5
 """For 64 sequences of 4,096 tokens 0.4 GiB are needed."""
 WRONG_SHOWN = 12
