@@ -53,6 +53,7 @@ from parl_arms import (
     left,
     means,
     mix_of,
+    models_of,
     name_of,
     optimizer_of,
     record,
@@ -108,8 +109,10 @@ def train(settings: Settings) -> None:
     """SystemExit AGAIN where the call's time was over first."""
     folder = settings.out / name_of(settings)
     if not is_there(settings.out, start := start_of(settings)):
-        made = f"python benchmarks/parl_models.py sft --mix {mix_of(settings)} --recipe {settings.recipe}"
-        raise SystemExit(f"{str(settings.out)!r} has no {start} that is whole: {made} --seed {settings.seed} makes it")
+        made = f"sft --mix {mix_of(settings)} --recipe {settings.recipe} --seed {models_of(settings)}"
+        raise SystemExit(
+            f"{str(settings.out)!r} has no {start} that is whole: python benchmarks/parl_models.py {made} makes it"
+        )
     device = device_of(settings)
     say(f"{name_of(settings)}: opening {start_of(settings)}")
     model, tokenizer, run = load_run(settings.out / start_of(settings), device=device)
@@ -275,8 +278,9 @@ def small_settings(settings: Settings) -> Settings:
         pairs = [("full", "mostly-serial"), ("full", "well-formed"), ("plain", "mostly-serial")]
     for recipe, mix in pairs:
         models = Models(step="all", tiny=True, out=settings.out, results=settings.results, recipe=recipe, mix=mix)
-        if not is_there(settings.out, f"sft-{recipe}-{mix}-{settings.seed}"):
-            make_models(replace(models, seed=settings.seed))
+        seed = models_of(settings)
+        if not is_there(settings.out, f"sft-{recipe}-{mix}-{seed}"):
+            make_models(replace(models, seed=seed))
     return replace(
         settings, iterations=2, tasks=2, samples=2, tested=4, shown=4, most=2, seconds=max(settings.seconds, 3600.0)
     )  # fmt: skip

@@ -53,6 +53,9 @@ class Settings:
     rewards speaks for workers then."""
     recipe: Recipe = "full"
     seed: int = 0
+    models: int | None = None
+    """Seed of the models that the arm starts from; None: its own. With one start for all, seeds are those of training:
+    which tasks are drawn, and what is sampled."""
     out: Path = Path("runs/parl")
     seconds: float = 540.0
     """Of this call, from its start on. A piece that would not end in time is not begun: training is saved, tests and
@@ -101,7 +104,12 @@ def _beside(settings: Settings) -> list[str]:
 
 
 def start_of(settings: Settings) -> str:
-    return f"sft-{settings.recipe}-{mix_of(settings)}-{settings.seed}"
+    return f"sft-{settings.recipe}-{mix_of(settings)}-{models_of(settings)}"
+
+
+def models_of(settings: Settings) -> int:
+    """The seed of the models."""
+    return settings.seed if settings.models is None else settings.models
 
 
 def arm_of(settings: Settings) -> str:
@@ -110,11 +118,11 @@ def arm_of(settings: Settings) -> str:
 
 
 def traces_of(settings: Settings) -> Path:
-    return settings.out / f"traces-{mix_of(settings)}-{settings.seed}.jsonl"
+    return settings.out / f"traces-{mix_of(settings)}-{models_of(settings)}.jsonl"
 
 
 def workers_of(settings: Settings) -> Path:
-    return traces_of(settings).with_stem(f"workers-{mix_of(settings)}-{settings.seed}")
+    return traces_of(settings).with_stem(f"workers-{mix_of(settings)}-{models_of(settings)}")
 
 
 def mix_of(settings: Settings) -> Mix:
@@ -183,7 +191,10 @@ def run_config(settings: Settings) -> RLRunConfig:
 def given(settings: Settings) -> dict[str, Any]:
     """Of the settings, what a row's numbers depend on beside its name."""
     names = ("tasks", "samples", "lr", "ptx", "over", "spare_steps")
-    return {"wanted": settings.iterations, **{name: getattr(settings, name) for name in names}}
+    return {
+        "wanted": settings.iterations, "models": models_of(settings),
+        **{name: getattr(settings, name) for name in names},
+    }  # fmt: skip
 
 
 def iterations_done(settings: Settings) -> int:
