@@ -199,8 +199,8 @@ def test_a_prompt_may_end_with_a_picture(before: int, asynchronous: bool, padded
     check_nothing_is_held(engine)
 
 
-def test_who_waits_for_pages_keeps_nobody_from_bursts() -> None:
-    engine = burst_engine("mla", num_pages=44, max_sequences=5, token_budget=40)
+def planned_rounds(engine: Engine) -> list[int]:
+    """Those of every step from now on."""
     rounds, plan = [], engine._scheduler.plan
 
     def noted() -> object:
@@ -210,6 +210,39 @@ def test_who_waits_for_pages_keeps_nobody_from_bursts() -> None:
         return found
 
     engine._scheduler.plan = noted  # pyrefly: ignore
+    return rounds
+
+
+@WAYS
+@pytest.mark.parametrize("is_read", (False, True), ids=("whole", "streamed"))
+def test_one_that_comes_late_waits_for_a_burst_unless_somebody_reads_it(
+    is_read: bool, asynchronous: bool, padded: bool
+) -> None:
+    """Somebody new comes before every step, as replies of many episodes do."""
+    engine = burst_engine(asynchronous=asynchronous, padded=padded, max_sequences=20, token_budget=64, num_pages=400)
+    early = [whole(f"early {n}", (n, n, n), seed=n, max_tokens=40, ignore_eos=True) for n in range(12)]
+    late = [replace(ask(f"late {n}", (9, n, n), seed=n, max_tokens=2), whole=not is_read) for n in range(8)]
+    for request in early:
+        engine.add(request)
+    found = {}
+    for _ in range(4):
+        assert not engine.step()
+    rounds = planned_rounds(engine)
+    for request in late:
+        engine.add(request)
+        for output in engine.step():
+            found.setdefault(output.request_id, []).append(output)
+    assert rounds == ([1] * 8 if is_read else [1, 4] * 4 if rounds[0] == 1 else [4, 1] * 4)
+    for name, outputs in finish(engine).items():
+        found.setdefault(name, []).extend(outputs)
+    for request in (*early, *late):
+        assert tokens(found[request.request_id]) == generated(tiny.model(), request)
+    check_nothing_is_held(engine)
+
+
+def test_who_waits_for_pages_keeps_nobody_from_bursts() -> None:
+    engine = burst_engine("mla", num_pages=44, max_sequences=5, token_budget=40)
+    rounds = planned_rounds(engine)
     requests = [whole(str(n), (n, *PROMPT, n, n), seed=n, max_tokens=18, ignore_eos=True) for n in range(5)]
     found = answers(engine, *requests)
     assert engine.stats().preemptions and rounds.count(4) > 4, rounds

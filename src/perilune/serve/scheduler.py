@@ -11,8 +11,9 @@ admitted when there is a slot, and pages for all that is known of it; the first 
 behind it. Out of pages, the running job of the largest rank is pre-empted: it gives up pages and slot, keeps its tokens
 and waits again at its old rank. The running job of the smallest rank therefore always advances.
 
-Where everybody who runs lets it (`Job.bursts`), and nobody could begin meanwhile, a step of decodes has several rounds:
-the host has its work once for all of them. What is sampled after a stop id is dropped.
+Where everybody who runs lets it (`Job.bursts`), a step of decodes has several rounds: the host has its work once for all
+of them. What is sampled after a stop id is dropped. Few who could begin meanwhile wait for it, where nobody looks at
+their tokens either, and begin in the next step: bursts and beginnings take turns.
 
 With asynchronous scheduling a step is planned (`plan`) before the one before it is over (`land`); never more than that
 one. A job may be removed or pre-empted in between: removed, its token is dropped; pre-empted, its token counts, and it
@@ -91,6 +92,8 @@ class Scheduler:
         self.num_admitted_tokens = 0
         self.num_reused_tokens = 0
         self._arrivals = 0
+        self._was_burst = False
+        """The step planned last had several rounds."""
         self._jobs: dict[str, Job] = {}
         self._flights: deque[list[_Flight]] = deque()
 
@@ -128,6 +131,7 @@ class Scheduler:
         """The next step, or None when there is nothing to compute before another step lands."""
         assert len(self._flights) <= 1, "two steps were planned and have not landed"
         draft, budget, rounds = _Draft(), self.config.token_budget, self._rounds()
+        self._was_burst = rounds > 1
         for job in sorted(self.running, key=_rank):
             # An earlier one may have taken its pages.
             if job.slot is not None and job.decodes and budget > 0 and self._grow(job, rounds):
@@ -139,7 +143,7 @@ class Scheduler:
         # One that was pre-empted while its step is under way begins again only when that has landed: what lands would
         # otherwise be taken for what its new pages hold.
         under_way = {flight.job for flights in self._flights for flight in flights} if self.waiting else set()
-        for job in list(self.waiting):
+        for job in list(self.waiting) if rounds == 1 else ():
             if budget < self.config.border or not self.states.num_free:
                 break
             if job in under_way or self.prefixes.is_promised(job):
@@ -183,7 +187,7 @@ class Scheduler:
     def _rounds(self) -> int:
         """Of the next step, if it is one of decodes."""
         most, rounds, pages = self.config.burst, 1, 0
-        if most == 1 or self._may_begin():
+        if most == 1 or (self._may_begin() and not self._may_wait()):
             return 1
         for job in self.running:
             # The last token of a prompt is a decode too, but one with its pictures, and with scores to be given.
@@ -204,6 +208,12 @@ class Scheduler:
         ):
             return True
         return self._fits(first, self.prefixes.lookup(first))
+
+    def _may_wait(self) -> bool:
+        """Whether those that wait may do so for a burst, which takes them as many rounds as it saves the others work of
+        the host: they are few, and nobody looks at their tokens either."""
+        is_few = not self._was_burst and len(self.waiting) * self.config.burst <= len(self.running)
+        return is_few and all(job.bursts for job in self.waiting)
 
     def _chunk(self, job: Job, budget: int, crowded: bool) -> int:
         """How many tokens of its prefill: all, unless the budget, a snapshot or those behind it want it shorter."""
