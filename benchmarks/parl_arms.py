@@ -37,6 +37,7 @@ MEMORY_GIB = 2.0
 """Of each engine, for states and pages: 0.3 GiB of states for 256 sequences (0.6 for the 512 of workers), and pages for
 2M tokens (1.6M). 128 episodes of at most 10,240 tokens take 1.3M, 512 workers of 1,100 take 0.6M."""
 LR = parl().rl.learner.optimizer.lr
+COOLDOWN = parl().rl.cooldown
 HIDDEN = ("environment", "curves", "share", "wide_f1s")
 """Of a row, what is not printed."""
 CURVES = ("spawn", "outcome", "parallel", "finish", "width", "critical_steps", "total_steps", "finished", "unused")
@@ -70,6 +71,8 @@ class Settings:
     lr: float = LR
     """That of the recipe. With 3e-4 ten iterations led 21M parameters from workers in 3% of wide tasks to all, and
     sixty cost them what they could read: with the outcome alone it fell from 0.44 to 0.31 on wide tasks."""
+    cooldown: int = COOLDOWN
+    """Iterations at the end in which the rate falls to 0, as in the recipe."""
     ptx: float = 0.0
     """Weight of the loss of workers' dialogues, from the traces that the model was fine-tuned on: it keeps what a model
     can read, and says nothing of when to delegate."""
@@ -98,7 +101,8 @@ def name_of(settings: Settings) -> str:
 
 def _beside(settings: Settings) -> list[str]:
     """What is not as in the arm of the bars."""
-    numbers = {"cap": (settings.trained_cap, 1.0), "lr": (settings.lr, LR), "ptx": (settings.ptx, 0.0)}
+    numbers = {"cap": (settings.trained_cap, 1.0), "lr": (settings.lr, LR), "ptx": (settings.ptx, 0.0),
+               "cooldown": (settings.cooldown, COOLDOWN)}  # fmt: skip
     unlike = [f"{name}{value:g}" for name, (value, usual) in numbers.items() if value != usual]
     return unlike if settings.mix is None else [settings.mix, *unlike]
 
@@ -154,6 +158,7 @@ def rl_config(settings: Settings) -> RLConfig:
     config = replace(
         base,
         iterations=settings.iterations,
+        cooldown=settings.cooldown,
         tasks=settings.tasks,
         seed=settings.seed,
         rollout=replace(base.rollout, group_size=settings.samples),
@@ -190,7 +195,7 @@ def run_config(settings: Settings) -> RLRunConfig:
 
 def given(settings: Settings) -> dict[str, Any]:
     """Of the settings, what a row's numbers depend on beside its name."""
-    names = ("tasks", "samples", "lr", "ptx", "over", "spare_steps")
+    names = ("tasks", "samples", "lr", "cooldown", "ptx", "over", "spare_steps")
     return {
         "wanted": settings.iterations, "models": models_of(settings),
         **{name: getattr(settings, name) for name in names},

@@ -1,5 +1,6 @@
 """The models that benchmarks/parl.py starts from: a base, pre-trained here, and what it becomes after traces.
 
+    python benchmarks/parl_models.py prepare --out DIR                      texts, traces and their tokens: no GPU
     python benchmarks/parl_models.py base --out DIR                         pages of other libraries, and --corpus
     python benchmarks/parl_models.py base --recipe plain --out DIR          AdamW, MLA with RoPE, plain residuals
     python benchmarks/parl_models.py sft --out DIR                          9 in 10 serial, few good delegations
@@ -44,7 +45,7 @@ from rl_base import is_there, pack, saved_step, unpack, with_steps
 from rl_rows import add_rows, read_rows, say
 
 from perilune.data import Corpus, CorpusConfig, Tokenizer
-from perilune.data.chat_rows import ChatRows
+from perilune.data.chat_rows import ChatDataConfig, ChatRows
 from perilune.model import KDAConfig, MLAConfig, ModelConfig, RopeConfig
 from perilune.recipes.pretrain import micro, small
 from perilune.recipes.sft import sft
@@ -92,7 +93,7 @@ SECONDS = "seconds.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    step: tyro.conf.Positional[Literal["base", "sft", "worker", "pack", "unpack", "all"]]
+    step: tyro.conf.Positional[Literal["prepare", "base", "sft", "worker", "pack", "unpack", "all"]]
     recipe: Recipe = "full"
     mix: Mix = "mostly-serial"
     name: str = ""
@@ -257,6 +258,18 @@ def make_base(settings: Settings) -> None:
     })  # fmt: skip
 
 
+def prepare(settings: Settings) -> None:
+    """All that the steps below read, made before a GPU is asked; they find it in --out by its content."""
+    files = text_files(settings)
+    data = open_data(base_config(settings, files).data, seed=settings.seed)
+    say(f"{data.train.rows_per_epoch:,.0f} rows of text")
+    lessons = ChatRows(
+        ChatDataConfig(sources=(str(traces_file(settings)),)), data.tokenizer, seq_len=sft_length(settings),
+        seed=settings.seed, cache_dir=str(settings.out / "cache"),
+    )  # fmt: skip
+    say(f"{lessons.num_dialogues:,} dialogues in {lessons.num_rows:,} rows")
+
+
 # Training -------------------------------------------------------------------------------------------------------------
 
 
@@ -383,13 +396,17 @@ def traces_ahead(settings: Settings) -> "subprocess.Popen[bytes] | None":
     return subprocess.Popen(_command(parl_traces, wanted, given=TRACES_GIVEN))
 
 
+def sft_length(settings: Settings) -> int:
+    return 1024 if settings.tiny else ROW_TOKENS
+
+
 def make_sft(settings: Settings) -> None:
     began = time.monotonic()
     source = traces_file(settings)
     say("traces are there")
     base = settings.out / base_name(settings)
     config = sft(base, sources=(str(source),))
-    length = 1024 if settings.tiny else ROW_TOKENS
+    length = sft_length(settings)
     rows = 4 if settings.tiny else SFT_TOKENS // length
     trainer = replace(
         config.trainer, global_batch_rows=rows, micro_batch_rows=min(rows, 4), eval_every=0, report=False
@@ -502,6 +519,9 @@ def main(settings: Settings) -> None:
         settings = small_settings(settings)
     settings.out.mkdir(parents=True, exist_ok=True)
     gather_rows(results=settings.results, out=settings.out)
+    if settings.step == "prepare":
+        prepare(settings)
+        return
     steps = ("base", "sft", "worker") if settings.step == "all" else (settings.step,)
     ahead = traces_ahead(settings) if settings.step == "all" else None
     try:

@@ -181,9 +181,17 @@ def test_a_folder_that_holds_a_run_is_not_overwritten(start, tmp_path):
 
 
 def test_wrong_settings_are_named():
-    for wrong in ({"iterations": 0}, {"tasks": 0}, {"warmup": -1}):
+    for wrong in ({"iterations": 0}, {"tasks": 0}, {"warmup": -1}, {"cooldown": -1}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             replace(config(1), **wrong)
+
+
+def test_the_learning_rate_rises_and_falls_and_what_an_iteration_had_is_recorded(start, tmp_path):
+    copying = {"copying": Copying()}
+    records, _ = run(fresh(start), copying, config(8, warmup=2, cooldown=3), tmp_path / "both")
+    assert [record["rate"] for record in records] == [0.5, 1.0, 1.0, 1.0, 1.0, 0.75, 0.5, 0.25]
+    steady, _ = run(fresh(start), copying, config(8), tmp_path / "neither")
+    assert steady[0]["grad_norm"] == records[0]["grad_norm"] and steady[1]["grad_norm"] != records[1]["grad_norm"]
 
 
 def sampled_versions(folder, iteration: int) -> set[int]:

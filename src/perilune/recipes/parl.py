@@ -56,8 +56,9 @@ def parl() -> RLRunConfig:
         ),
         rl=RLConfig(
             # The skill is there after thirty, the extra rewards are gone after twenty more, and what is left when only
-            # the outcome is paid takes as many again to settle.
+            # the outcome is paid takes as many again to settle: at a rate that falls.
             iterations=80,
+            cooldown=40,
             tasks=16,
             rollout=RolloutConfig(
                 group_size=8,
@@ -66,7 +67,7 @@ def parl() -> RLRunConfig:
                 talk=TalkConfig(max_tokens=3072, max_turns=24),
                 workers=TalkConfig(max_tokens=1024, max_turns=12),
             ),
-            learner=LearnerConfig(optimizer=OptimizerConfig(lr=1e-4, weight_decay=0.0), row_tokens=16384),
+            learner=LearnerConfig(optimizer=OptimizerConfig(lr=2e-4, weight_decay=0.0), row_tokens=16384),
             engine=EngineConfig(max_sequences=256, token_budget=8192, max_length=10_240),
             worker_engine=EngineConfig(max_sequences=512, token_budget=8192, max_length=4096),
             # A tenth of the episodes with eleven workers each is one task an episode already: rewards that fade then

@@ -73,6 +73,9 @@ class RLConfig:
     """Optimizer steps in an iteration: its samples are cut into so many parts."""
     warmup: int = 5
     """Iterations until the full learning rate."""
+    cooldown: int = 0
+    """Iterations at the end in which the learning rate falls to 0: updates of a fixed size, such as Muon's, are noise
+    of that size where there is little left to learn."""
     overlap: bool = False
     """Play the next iteration while this one is learnt from: weights are one version behind."""
     processes: int = 0
@@ -97,7 +100,7 @@ class RLConfig:
         for name in ("iterations", "tasks", "pool", "updates"):
             if getattr(self, name) < 1:
                 raise ValueError(f"rl.{name} is {getattr(self, name)!r}, expected at least 1")
-        for name in ("warmup", "checkpoint_every", "processes", "process_gpus"):
+        for name in ("warmup", "cooldown", "checkpoint_every", "processes", "process_gpus"):
             if getattr(self, name) < 0:
                 raise ValueError(f"rl.{name} is {getattr(self, name)!r}, expected 0 or more")
         if self.overlap and self.groups.max_staleness < 1:
@@ -105,6 +108,11 @@ class RLConfig:
                 f"rl.overlap is True and groups.max_staleness is {self.groups.max_staleness!r}: expected at least 1, "
                 "since overlapped episodes are one version behind"
             )
+
+    def rate(self, iteration: int) -> float:
+        """Which share of the learning rate an iteration has."""
+        rise = (iteration + 1) / self.warmup if self.warmup else 1.0
+        return min(1.0, rise, (self.iterations - iteration) / (self.cooldown + 1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -380,7 +388,7 @@ class Loop:
 
     def _learn(self, samples: Sequence[Sample]) -> list[Update]:
         parts = max(1, min(self.config.updates, len(samples)))
-        scale = min(1.0, (self.iteration + 1) / self.config.warmup) if self.config.warmup else 1.0
+        scale = self.config.rate(self.iteration)
         updates = []
         for part in range(parts):
             row = self.iteration * self.config.updates + part
@@ -416,6 +424,7 @@ class Loop:
             "gap": mean("gap"),
             "largest_gap": max((update.largest_gap for update in updates), default=0.0),
             "clipped": mean("clipped"),
+            "rate": self.config.rate(self.iteration - 1),
             "grad_norm": max((update.grad_norm for update in updates), default=0.0),
             "skipped": sum(update.skipped for update in updates),
             **({} if self._ptx is None else {"ptx_loss": _mean_of([update.ptx_loss for update in updates])}),

@@ -11,9 +11,9 @@ admitted when there is a slot, and pages for all that is known of it; the first 
 behind it. Out of pages, the running job of the largest rank is pre-empted: it gives up pages and slot, keeps its tokens
 and waits again at its old rank. The running job of the smallest rank therefore always advances.
 
-Where everybody who runs lets it (`Job.bursts`), a step of decodes has several rounds: the host has its work once for all
-of them. What is sampled after a stop id is dropped. Few who could begin meanwhile wait for it, where nobody looks at
-their tokens either, and begin in the next step: bursts and beginnings take turns.
+Where everybody who runs lets it (`Job.bursts`), a step of decodes has several rounds: the host has its work once for
+all of them. What is sampled after a stop id is dropped. Few who could begin meanwhile wait for it, where nobody looks
+at their tokens either, and begin in the next step: bursts and beginnings take turns.
 
 With asynchronous scheduling a step is planned (`plan`) before the one before it is over (`land`); never more than that
 one. A job may be removed or pre-empted in between: removed, its token is dropped; pre-empted, its token counts, and it
