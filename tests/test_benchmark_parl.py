@@ -178,7 +178,8 @@ def test_an_arm_from_other_traces_has_a_name_of_its_own_and_is_not_the_arm_of_th
     assert script.arm_of(looser) == "outcome, cap2" and script.start_of(looser) == script.start_of(own)
     assert len({script.name_of(each) for each in (own, other, looser, replace(other, trained_cap=2.0))}) == 4
     slower = replace(own, lr=1e-4, ptx=0.1, cooldown=0)
-    assert script.arm_of(slower) == "outcome, lr0.0001, ptx0.1, cooldown0" and script.start_of(slower) == script.start_of(own)
+    assert script.arm_of(slower) == "outcome, lr0.0001, ptx0.1, cooldown0"
+    assert script.start_of(slower) == script.start_of(own)
     assert script.start_of(replace(own, arm="control")) == "sft-full-well-formed-0"
     with pytest.raises(SystemExit, match="sft --mix all-at-once --recipe full --seed 0 makes it"):
         script.train(other)
