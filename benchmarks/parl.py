@@ -79,8 +79,8 @@ from perilune.report.rl import write_rl_report
 from perilune.rl.evaluation import EPISODES, evaluate, forget_after, read_evaluations
 from perilune.rl.loop import CHECKPOINTS, RECORDS, Loop
 from perilune.rl.replay import replay_folder
-from perilune.rl.run import RL_CONFIG
-from perilune.rl.run_config import RLRunConfig, plain_config
+from perilune.rl.run import RL_CONFIG, check_continued
+from perilune.rl.run_config import RLRunConfig, RLRunError, plain_config
 from perilune.rl.trajectory import Trajectory, load_trajectories, save_trajectories
 from perilune.train import RunConfig, checkpoint, load_run
 from perilune.train.config_file import to_plain
@@ -116,7 +116,7 @@ def train(settings: Settings) -> None:
     device = device_of(settings)
     say(f"{name_of(settings)}: opening {start_of(settings)}")
     model, tokenizer, run = load_run(settings.out / start_of(settings), device=device)
-    config, run = run_config(settings), replace(run, name=name_of(settings), start_from=None)
+    config, run = checked_config(settings), replace(run, name=name_of(settings), start_from=None)
     folder.mkdir(parents=True, exist_ok=True)
     create(folder, run, tokenizer, device=device, fresh=False)
     (folder / RL_CONFIG).write_text(json.dumps(plain_config(config), indent=2) + "\n", encoding="utf-8")
@@ -129,6 +129,16 @@ def train(settings: Settings) -> None:
     keep_report(settings)
     if row["iterations"] < settings.iterations and not settings.now:
         stop_here(settings, f"{row['iterations']} of {settings.iterations} iterations")
+
+
+def checked_config(settings: Settings) -> RLRunConfig:
+    """SystemExit where the arm's folder holds one that was begun with other settings."""
+    config, folder = run_config(settings), settings.out / name_of(settings)
+    try:
+        check_continued(config, folder)
+    except RLRunError as error:
+        raise SystemExit(f"{str(folder)!r} is another arm: {error}") from None
+    return config
 
 
 def kept_dialogues(settings: Settings, config: RLRunConfig, tokenizer: Tokenizer) -> ChatRows:
@@ -315,6 +325,7 @@ def whole_arm(settings: Settings) -> None:
     if iterations_done(settings) < settings.iterations:
         train(settings)
     else:
+        checked_config(settings)
         say(f"{name_of(settings)}: trained already")
         keep_report(settings)
     test(settings)

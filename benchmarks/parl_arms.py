@@ -96,7 +96,8 @@ class Settings:
 
 
 def name_of(settings: Settings) -> str:
-    return "-".join([settings.arm, settings.recipe, *_beside(settings), str(settings.seed)])
+    shared = [] if models_of(settings) == settings.seed else [f"models{models_of(settings)}"]
+    return "-".join([settings.arm, settings.recipe, *_beside(settings), *shared, str(settings.seed)])
 
 
 def _beside(settings: Settings) -> list[str]:

@@ -12,6 +12,8 @@ from parl_product import Row, f1_of, is_over, product_text, wide_seconds
 
 SEEDS = 3
 KINDS = ("wide", "narrow", "chain")
+ALIKE = ("tasks", "samples", "lr", "cooldown", "ptx", "over", "spare_steps")
+"""Settings that seeds of one arm are to have in common."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +39,8 @@ def bars_text(rows: Sequence[Row], *, tiny: bool = False) -> str:
     kept = [row for row in rows if bool(row.get("tiny")) == tiny]
     lines = ["| goal | bar | measured | met |", "|---|---|---|---|"]
     lines += [f"| {each.goal} | {each.bar} | {each.measured or 'nothing'} | {each.told} |" for each in bars(kept)]
-    return "\n\n".join(["\n".join(lines), product_text(kept), arms_text(kept)])
+    notes = [each for each in (starts_text(kept), unlike_text(kept)) if each]
+    return "\n\n".join(["\n".join(lines), *notes, product_text(kept), arms_text(kept)])
 
 
 def bars(rows: Sequence[Row]) -> list[Bar]:
@@ -52,6 +55,32 @@ def bars(rows: Sequence[Row]) -> list[Bar]:
         _joint(rows),
         _audit(rows),
     ]
+
+
+def starts_text(rows: Sequence[Row]) -> str:
+    """What seeds have in common, where they have."""
+    trained = [row for row in rows if row.get("row") == "train"]
+    shared = sorted({(row["models"], row["seed"]) for row in trained if row.get("models", row["seed"]) != row["seed"]})
+    told = [
+        f"Seeds {', '.join(str(seed) for models, seed in shared if models == start)} begin with the models of seed "
+        f"{start}: they differ in the tasks that are drawn and in what is sampled."
+        for start in dict.fromkeys(models for models, _ in shared)
+    ]
+    return "\n".join(told)
+
+
+def unlike_text(rows: Sequence[Row]) -> str:
+    """Where rows that are judged together were trained in other ways."""
+    told = []
+    for arm, recipe in dict.fromkeys((row.get("arm"), row.get("recipe", "full")) for row in rows):
+        trained = [row for row in rows if (row.get("row"), row.get("arm"), row.get("recipe", "full")) == (
+            "train", arm, recipe)]  # fmt: skip
+        for name in ("wanted", *ALIKE):
+            values = sorted({row[name] for row in trained if row.get(name) is not None})
+            if len(values) > 1:
+                had = ", ".join(f"{each:g}" for each in values)
+                told.append(f"NOT alike: seeds of {arm} ({recipe}) have {name} {had}.")
+    return "\n".join(told)
 
 
 # Rows -----------------------------------------------------------------------------------------------------------------
@@ -74,7 +103,7 @@ def _over(rows: Sequence[Row]) -> list[Row]:
 
 
 def _seeds(rows: Sequence[Row]) -> int:
-    return len({row.get("seed") for row in rows})
+    return len({(row.get("seed"), row.get("models", row.get("seed"))) for row in rows})
 
 
 def _last(row: Row, kind: str, name: str) -> float | None:
@@ -97,8 +126,13 @@ def _each(rows: Sequence[Row], read: Callable[[Row], float | None], form: str = 
 
 
 def _paired(first: Sequence[Row], second: Sequence[Row]) -> list[tuple[Row, Row]]:
-    by_seed = {row["seed"]: row for row in second}
-    return [(row, by_seed[row["seed"]]) for row in first if row["seed"] in by_seed]
+    """Of one seed, from the same models."""
+    others = {_start(row): row for row in second}
+    return [(row, others[_start(row)]) for row in first if _start(row) in others]
+
+
+def _start(row: Row) -> tuple[int, int]:
+    return row["seed"], row.get("models", row["seed"])
 
 
 # Bars -----------------------------------------------------------------------------------------------------------------

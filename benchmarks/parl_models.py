@@ -4,6 +4,7 @@
     python benchmarks/parl_models.py base --out DIR                         pages of other libraries, and --corpus
     python benchmarks/parl_models.py base --recipe plain --out DIR          AdamW, MLA with RoPE, plain residuals
     python benchmarks/parl_models.py sft --out DIR                          9 in 10 serial, few good delegations
+    python benchmarks/parl_models.py sft --recipe nano --out DIR            the same from models/perilune-nano
     python benchmarks/parl_models.py sft --mix well-formed --out DIR        the control: all delegations are good
     python benchmarks/parl_models.py sft --mix all-at-once --out DIR        good ones hand out everything at once
     python benchmarks/parl_models.py worker --out DIR                       single lookups: 90% in 8 steps?
@@ -46,9 +47,11 @@ from rl_rows import add_rows, read_rows, say
 
 from perilune.data import Corpus, CorpusConfig, Tokenizer
 from perilune.data.chat_rows import ChatDataConfig, ChatRows
+from perilune.hub.opened import open_tokenizer
 from perilune.model import KDAConfig, MLAConfig, ModelConfig, RopeConfig
 from perilune.recipes.pretrain import micro, small
 from perilune.recipes.sft import sft
+from perilune.released import named_in_vain, released_model
 from perilune.rl.environments.wide_search_lookups import ENOUGH, look_up, lookups
 from perilune.rl.talk import TalkConfig
 from perilune.rl.workers import frozen_workers
@@ -60,7 +63,8 @@ from perilune.train.interrupt import Interrupted
 from perilune.train.run_folder import METRICS, read_config
 from perilune.train.trainer import pick_device
 
-Recipe = Literal["full", "plain"]
+Recipe = Literal["full", "plain", "nano"]
+"""nano: the released model is the base, and a CPU is enough."""
 KEY = ("row", "name", "seed", "cap", "tiny")
 VOCAB, TINY_VOCAB = 8192, 640
 PAGES_FOR_WORDS = 8000
@@ -69,6 +73,10 @@ BASE_STEPS = 1000
 """131M tokens, six for every parameter: three to four times what seven libraries and the corpus hold."""
 SFT_STEPS = 2400
 """Seven times through the dialogues without those that are told: a worker that is right in 255 of 256 lookups."""
+NANO_STEPS = 160
+"""The released model knows both roles, and delegates nine wide questions in ten: it is to learn to work alone."""
+NANO_LR = 4e-4
+"""A third of what it was fine-tuned with."""
 WORKER_GIB = 1.5
 """For 64 sequences of 4,096 tokens 0.4 GiB are needed."""
 WRONG_SHOWN = 12
@@ -83,6 +91,8 @@ ROW_TOKENS = 16_384
 up to 8,700, and none is to be left out."""
 SFT_TOKENS = 65_536
 """In a step."""
+NANO_ROW_TOKENS, NANO_TOKENS = 4096, 16_384
+"""The same of the released model: the longest rows that it knows."""
 ROWS = "rows.json"
 """In --out: the rows of this machine, for calls whose --results lies in a folder that is empty each time."""
 AS_LONG = "as_long.json"
@@ -103,7 +113,8 @@ class Settings:
     before the next one is."""
     out: Path = Path("runs/parl")
     base_steps: int = BASE_STEPS
-    sft_steps: int = SFT_STEPS
+    sft_steps: int | None = None
+    """None: as many as the recipe has."""
     seconds: float | None = None
     """For each training, in place of a number of steps: as many as fit at the rate of its first ones. Preparing text
     comes on top."""
@@ -260,11 +271,14 @@ def make_base(settings: Settings) -> None:
 
 def prepare(settings: Settings) -> None:
     """All that the steps below read, made before a GPU is asked; they find it in --out by its content."""
-    files = text_files(settings)
-    data = open_data(base_config(settings, files).data, seed=settings.seed)
-    say(f"{data.train.rows_per_epoch:,.0f} rows of text")
+    if settings.recipe == "nano":
+        tokenizer = open_tokenizer(base_of(settings))
+    else:
+        data = open_data(base_config(settings, text_files(settings)).data, seed=settings.seed)
+        say(f"{data.train.rows_per_epoch:,.0f} rows of text")
+        tokenizer = data.tokenizer
     lessons = ChatRows(
-        ChatDataConfig(sources=(str(traces_file(settings)),)), data.tokenizer, seq_len=sft_length(settings),
+        ChatDataConfig(sources=(str(traces_file(settings)),)), tokenizer, seq_len=sft_length(settings),
         seed=settings.seed, cache_dir=str(settings.out / "cache"),
     )  # fmt: skip
     say(f"{lessons.num_dialogues:,} dialogues in {lessons.num_rows:,} rows")
@@ -397,30 +411,51 @@ def traces_ahead(settings: Settings) -> "subprocess.Popen[bytes] | None":
 
 
 def sft_length(settings: Settings) -> int:
-    return 1024 if settings.tiny else ROW_TOKENS
+    if settings.tiny:
+        return 1024
+    return NANO_ROW_TOKENS if settings.recipe == "nano" else ROW_TOKENS
+
+
+def sft_steps(settings: Settings) -> int:
+    if settings.sft_steps is not None:
+        return settings.sft_steps
+    return NANO_STEPS if settings.recipe == "nano" else SFT_STEPS
+
+
+def base_of(settings: Settings) -> Path:
+    """What is fine-tuned. SystemExit where it is not there."""
+    if settings.recipe == "nano":
+        released = released_model()
+        if released is None:
+            raise SystemExit(f"{named_in_vain() or 'models/perilune-nano is not here'}: nothing to fine-tune")
+        return released
+    if not is_there(settings.out, name := base_name(settings)):
+        raise SystemExit(f"{str(settings.out)!r} has no {name} that is whole: run base first")
+    return settings.out / name
 
 
 def make_sft(settings: Settings) -> None:
     began = time.monotonic()
     source = traces_file(settings)
     say("traces are there")
-    base = settings.out / base_name(settings)
+    base, is_nano = base_of(settings), settings.recipe == "nano"
     config = sft(base, sources=(str(source),))
     length = sft_length(settings)
-    rows = 4 if settings.tiny else SFT_TOKENS // length
+    rows = 4 if settings.tiny else (NANO_TOKENS if is_nano else SFT_TOKENS) // length
     trainer = replace(
-        config.trainer, global_batch_rows=rows, micro_batch_rows=min(rows, 4), eval_every=0, report=False
+        config.trainer, global_batch_rows=rows, micro_batch_rows=min(rows, 4), eval_every=0, report=False,
+        tensorboard=False, keep_last=1, log_every=10,
     )  # fmt: skip
     # As much as pre-training: a tenth of its rate, the default, is for models that know more than this one.
-    optimizer = replace(config.optimizer, lr=3 * config.optimizer.lr)
+    optimizer = replace(config.optimizer, lr=NANO_LR if is_nano else 3 * config.optimizer.lr)
     config = replace(config, name=sft_name(settings), seed=settings.seed, trainer=trainer, optimizer=optimizer,
-                     data=replace(config.data, seq_len=length))  # fmt: skip
+                     data=replace(config.data, seq_len=length, cache_dir=str(settings.out / "cache")))  # fmt: skip
     data = open_data(config.data, seed=config.seed)
     lessons = data.train
     assert isinstance(lessons, ChatRows)
     prepared = time.monotonic() - began
     say(f"{lessons.num_dialogues:,} dialogues in {lessons.num_rows:,} rows")
-    config, summary, seconds = trained(config, data, settings, steps=settings.sft_steps, warmup_share=4)
+    config, summary, seconds = trained(config, data, settings, steps=sft_steps(settings), warmup_share=4)
     _record(settings, config, seconds, {
         "row": "sft", "mix": settings.mix, "prepared_seconds": round(prepared, 1), "loss": summary.get("valid_loss"),
         "dialogues": lessons.num_dialogues, "left_out": lessons.broken.count, "row_tokens": length,
@@ -498,7 +533,7 @@ def small_settings(settings: Settings) -> Settings:
         settings, libraries=1, corpus="generated", megabytes=0.05, orchestrators=min(settings.orchestrators, 24),
         workers=min(settings.workers, 32), told=min(settings.told, 4), lookups=min(settings.lookups, 4),
         base_steps=8 if settings.base_steps == BASE_STEPS else settings.base_steps,
-        sft_steps=8 if settings.sft_steps == SFT_STEPS else settings.sft_steps,
+        sft_steps=8 if settings.sft_steps is None else settings.sft_steps,
     )  # fmt: skip
 
 
@@ -523,21 +558,20 @@ def main(settings: Settings) -> None:
         prepare(settings)
         return
     steps = ("base", "sft", "worker") if settings.step == "all" else (settings.step,)
+    if settings.recipe == "nano":
+        steps = tuple(step for step in steps if step != "base")  # it is there
     ahead = traces_ahead(settings) if settings.step == "all" else None
     try:
         for step in steps:
             if ahead is not None and step == "sft":
                 ahead.wait()  # one that failed is tried again, and says why
-            needed = {"sft": base_name(settings), "worker": sft_name(settings)}.get(step)
-            if needed is not None and not is_there(settings.out, needed):
-                raise SystemExit(
-                    f"{str(settings.out)!r} has no {needed} that is whole: run the step before {step} first"
-                )
             if step == "base" and (settings.again or not is_there(settings.out, base_name(settings))):
                 make_base(settings)
             elif step == "sft" and (settings.again or not is_there(settings.out, sft_name(settings))):
                 make_sft(settings)
             elif step == "worker":
+                if not is_there(settings.out, sft_name(settings)):
+                    raise SystemExit(f"{str(settings.out)!r} has no {sft_name(settings)} that is whole: run sft first")
                 test_worker(settings)
             else:
                 say(f"{step}: there already (--again makes it anew)")

@@ -155,20 +155,31 @@ def _bootstrap(cells: Mapping[Cell, Mapping[int, Row]], seeds: Sequence[int]) ->
 
 def _model_seconds(rows: Sequence[Row], cell: Cell, seed: int) -> float | None:
     """Of pre-training and fine-tuning, all calls."""
+    models = _models(rows, cell, seed)
     found = [
         row["seconds"] for row in rows
-        if row.get("seed") == seed and row.get("recipe", "full") == cell[0]
+        if row.get("seed") == models and row.get("recipe", "full") == cell[0]
         and (row.get("row") == "base" or (row.get("row") == "sft" and row.get("mix") == "mostly-serial"))
     ]  # fmt: skip
     return sum(found) if len(found) == 2 else None
 
 
 def _arm_seconds(rows: Sequence[Row], cell: Cell, seed: int) -> float | None:
+    row = _arm_row(rows, cell, seed)
+    return None if row is None else row.get("train_seconds")
+
+
+def _models(rows: Sequence[Row], cell: Cell, seed: int) -> int:
+    """The seed of the models that an arm began with."""
+    row = _arm_row(rows, cell, seed)
+    return seed if row is None else row.get("models", seed)
+
+
+def _arm_row(rows: Sequence[Row], cell: Cell, seed: int) -> Row | None:
+    wanted = "train", cell[0], ARMS[cell[1]], seed
     for row in rows:
-        if (row.get("row"), row.get("recipe", "full"), row.get("arm"), row.get("seed")) == (
-            "train", cell[0], ARMS[cell[1]], seed,
-        ):  # fmt: skip
-            return row.get("train_seconds")
+        if (row.get("row"), row.get("recipe", "full"), row.get("arm"), row.get("seed")) == wanted:
+            return row
     return None
 
 
@@ -188,8 +199,9 @@ def _equal_text(rows: Sequence[Row], seeds: Sequence[int], as_long: Mapping[Cell
 
 def _as_long_text(rows: Sequence[Row], seeds: Sequence[int]) -> str:
     """Where models of the plain recipe were given as long as the others by the speeds of both on one machine."""
-    found = [row for row in rows if row.get("as_long") and row.get("recipe") == "plain" and row.get("seed") in seeds]
-    if len(found) < 2 * len(seeds):
+    models = {_models(rows, cell, seed) for cell in CELLS if cell[0] == "plain" for seed in seeds}
+    found = [row for row in rows if row.get("as_long") and row.get("recipe") == "plain" and row.get("seed") in models]
+    if len(found) < 2 * len(models):
         return ""
     told = ", ".join(f"{row['as_long']['steps']} for {row['as_long']['full_steps']} ({row['row']})" for row in found)
     return f" as they went, equal by speeds measured one after the other (steps of plain for full: {told})"

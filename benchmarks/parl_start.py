@@ -58,9 +58,9 @@ class Settings:
 
 
 def ways(settings: Settings) -> dict[str, tuple[WideSearch, float, int]]:
-    """An environment, a temperature and samples of each task."""
+    """An environment, a temperature and samples of each task. Wide tasks are the same in all of them."""
     environment = environment_of(tiny=settings.tiny, spare_steps=1)
-    told = replace(environment, kinds=("wide",), instruction=TOLD)
+    told = replace(environment, instruction=TOLD)
     return {
         "sampled": (environment, 1.0, settings.samples),
         "told": (told, 0.0, 1),
@@ -87,10 +87,10 @@ async def play(settings: Settings, folder: Path, device: str) -> dict[str, Any]:
                 episode_seconds=3600.0,
             )  # fmt: skip
             rollouts = Rollouts(engine, tokenizer, {"wide_search": environment}, rollout, workers=workers)
+            tasks = [environment.task(number, "test") for number in range(settings.tasks)]
             jobs = [
-                Job(environment="wide_search", task=environment.task(number, "test"), sample=sample,
-                    seed=settings.seed, iteration=-1)
-                for number in range(settings.tasks) for sample in range(samples)
+                Job(environment="wide_search", task=task, sample=sample, seed=settings.seed, iteration=-1)
+                for task in tasks if way != "told" or task.data["kind"] == "wide" for sample in range(samples)
             ]  # fmt: skip
             played = await rollouts.collect(jobs, iteration=0)
             wide = [each for each in played.trajectories if each.task_data["kind"] == "wide"]

@@ -181,6 +181,11 @@ def test_an_arm_from_other_traces_has_a_name_of_its_own_and_is_not_the_arm_of_th
     assert script.arm_of(slower) == "outcome, lr0.0001, ptx0.1, cooldown0"
     assert script.start_of(slower) == script.start_of(own)
     assert script.start_of(replace(own, arm="control")) == "sft-full-well-formed-0"
+    # Seeds that begin with the models of another are the arm of the bars, in a folder of their own.
+    second, shared = replace(own, seed=1), replace(own, seed=1, models=0)
+    assert script.arm_of(shared) == "outcome" and script.start_of(shared) == script.start_of(own)
+    assert script.name_of(second) == "outcome-full-1" and script.name_of(shared) == "outcome-full-models0-1"
+    assert script.name_of(replace(own, models=0)) == script.name_of(own)
     with pytest.raises(SystemExit, match="sft --mix all-at-once --recipe full --seed 0 makes it"):
         script.train(other)
     with pytest.raises(SystemExit, match="train the arm first"):
@@ -267,6 +272,12 @@ def test_models_are_made_arms_are_trained_tested_and_continued_on_a_cpu(arm, tmp
     with pytest.raises(SystemExit, match="no iteration was over after 0 s"):
         script.train(replace(made, seconds=0))
     script.train(replace(made, iterations=1))
+    faster = replace(made, lr=1e-3)
+    (made.out / script.name_of(made)).rename(made.out / script.name_of(faster))  # as if the recipe's rate were another
+    for work in (script.train, script.whole_arm):
+        with pytest.raises(SystemExit, match=r"is another arm: .*rl\.learner\.optimizer\.lr: 0\.0002 -> 0\.001"):
+            work(replace(faster, iterations=1))
+    (made.out / script.name_of(faster)).rename(made.out / script.name_of(made))
     with pytest.raises(SystemExit, match="1 of 2 iterations: train it to its end, or test it as it is with --now"):
         script.test(made)
     with pytest.raises(SystemExit) as stopped:

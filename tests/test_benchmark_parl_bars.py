@@ -179,3 +179,37 @@ def test_what_is_not_equal_is_told_as_not_equal(product):
     text = product.product_text(rows)
     assert "training the models equal (400 to 420)" in text and "reinforcement learning NOT equal (100 to 300)" in text
     assert "| plain | swarm | 400 + 300 |" in text
+
+
+def test_seeds_that_begin_with_one_model_took_its_seconds(product):
+    rows = cells(plain_single=0.2, plain_swarm=0.4, full_single=0.3, full_swarm=0.6)
+    rows = [{**each, "seed": seed} for each in rows for seed in (0, 1)]
+    for recipe, seconds in (("plain", 200.0), ("full", 210.0)):
+        rows += [row(stage, "", recipe=recipe, seconds=seconds, mix="mostly-serial",
+                     as_long={"steps": 800, "full_steps": 1000} if recipe == "plain" else None)
+                 for stage in ("base", "sft")]  # fmt: skip
+        rows += [trained(arm, wide=0.5, recipe=recipe, models=0, seed=seed, train_seconds=100.0)
+                 for arm in ("serial", "full") for seed in (0, 1)]  # fmt: skip
+    text = product.product_text(rows)
+    assert "| plain | swarm | 400 + 100, 400 + 100 |" in text
+    assert "equal by speeds measured one after the other (steps of plain for full: 800 for 1000 (base), 800" in text
+    own = [{**each, "models": each["seed"]} if each["row"] == "train" else each for each in rows]
+    assert "training the models not known" in product.product_text(own)
+
+
+def test_seeds_that_begin_with_one_model_are_told(bars):
+    own = [trained("full", wide=0.9, seed=seed, models=seed) for seed in (0, 1)]
+    assert "begin with" not in bars.bars_text(own)
+    shared = [trained("full", wide=0.9, seed=seed, models=0) for seed in (0, 1, 2)]
+    assert "Seeds 1, 2 begin with the models of seed 0: they differ in" in bars.bars_text(shared)
+
+
+def test_agents_are_compared_from_the_same_models_and_unlike_arms_are_told(bars):
+    swarm = [a_test("full", 0.9, 6.0, seed=seed, models=0) for seed in (0, 1, 2)]
+    own = [a_test("serial", 0.6, 15.0, seed=seed, models=seed) for seed in (0, 1, 2)]
+    shared = [a_test("serial", 0.6, 15.0, seed=seed, models=0) for seed in (0, 1, 2)]
+    assert told(bars, [*swarm, *own])["quality at equal cap"] == "yes, 1 of 3 seeds"
+    assert told(bars, [*swarm, *shared])["quality at equal cap"] == "yes"
+    arms = [trained("full", wide=0.9, seed=seed, lr=lr) for seed, lr in ((0, 2e-4), (1, 2e-4), (2, 1e-4))]
+    assert "NOT alike: seeds of full (full) have lr 0.0001, 0.0002." in bars.bars_text(arms)
+    assert "NOT alike" not in bars.bars_text(arms[:2])

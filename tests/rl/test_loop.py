@@ -194,6 +194,15 @@ def test_the_learning_rate_rises_and_falls_and_what_an_iteration_had_is_recorded
     assert steady[0]["grad_norm"] == records[0]["grad_norm"] and steady[1]["grad_norm"] != records[1]["grad_norm"]
 
 
+@pytest.mark.parametrize("iterations,cooldown", [(80, 40), (40, 40), (7, 40), (1, 40), (8, 0), (3, 1)])
+def test_a_cooldown_takes_at_most_half_of_a_run_and_no_rate_is_negative(iterations, cooldown):
+    rates = [RLConfig(iterations=iterations, warmup=0, cooldown=cooldown).rate(each) for each in range(iterations + 3)]
+    falling = min(cooldown, iterations // 2)
+    assert rates[: iterations - falling] == [1.0] * (iterations - falling)
+    assert rates == sorted(rates, reverse=True) and rates[iterations - 1] > 0 and rates[-1] >= 0
+    assert sum(rate < 1 for rate in rates[:iterations]) == falling
+
+
 def sampled_versions(folder, iteration: int) -> set[int]:
     found = load_trajectories(folder / "trajectories" / f"{iteration:06d}.jsonl")
     return {int(version) for each in found for branch in each.branches for version in branch.versions[branch.mask]}

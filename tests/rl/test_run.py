@@ -127,6 +127,36 @@ def test_a_signal_saves_and_says_how_to_go_on(tmp_path, monkeypatch, capsys, num
     assert [each["iteration"] for each in records(tmp_path / "run")] == [1, 2]
 
 
+@pytest.mark.parametrize("cooldown,done,is_same", [(0, 2, True), (2, 1, True), (2, 2, False)])
+def test_more_iterations_are_taken_where_those_that_are_over_would_have_learnt_the_same(
+    tmp_path, monkeypatch, cooldown, done, is_same
+):
+    """Of four with a cooldown of two, the first two have the whole rate; so they would among eight or three."""
+    def cooled(iterations: int, cooldown: int = cooldown) -> RLRunConfig:
+        settings = config(iterations)
+        return replace(settings, rl=replace(settings.rl, warmup=0, cooldown=cooldown))
+
+    def stop(self, record):
+        if record["iteration"] == done + 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(RLProgress, "record", stop)
+        with pytest.raises(Interrupted):
+            train_policy(cooled(4), policy(), tmp_path / "run", quiet=True)
+    before = (tmp_path / "run" / "rl.json").read_bytes()
+    longer = cooled(6)
+    if not is_same:
+        with pytest.raises(RLRunError, match=r"rl.iterations 4 -> 6.*iteration 2, which is over, had 0.67 of it and"):
+            train_policy(longer, policy(), tmp_path / "run", resume=True, quiet=True)
+        assert (tmp_path / "run" / "rl.json").read_bytes() == before
+        return
+    train_policy(longer, policy(), tmp_path / "run", resume=True, quiet=True)
+    train_policy(longer, policy(), tmp_path / "straight", quiet=True)
+    cut, straight = ([each["rate"] for each in records(tmp_path / name)] for name in ("run", "straight"))
+    assert cut == straight and len(cut) == 6
+
+
 def test_two_processes_do_not_write_one_run(tmp_path):
     with locked(tmp_path / "run"), pytest.raises(RunError, match="another process"):
         train_policy(config(), policy(), tmp_path / "run", quiet=True)

@@ -74,8 +74,8 @@ class RLConfig:
     warmup: int = 5
     """Iterations until the full learning rate."""
     cooldown: int = 0
-    """Iterations at the end in which the learning rate falls to 0: updates of a fixed size, such as Muon's, are noise
-    of that size where there is little left to learn."""
+    """Iterations at the end, at most half of them all, in which the learning rate falls to 0: updates of a fixed size,
+    such as Muon's, are noise of that size where there is little left to learn."""
     overlap: bool = False
     """Play the next iteration while this one is learnt from: weights are one version behind."""
     processes: int = 0
@@ -112,7 +112,9 @@ class RLConfig:
     def rate(self, iteration: int) -> float:
         """Which share of the learning rate an iteration has."""
         rise = (iteration + 1) / self.warmup if self.warmup else 1.0
-        return min(1.0, rise, (self.iterations - iteration) / (self.cooldown + 1))
+        cooldown = min(self.cooldown, self.iterations // 2)
+        fall = (self.iterations - iteration) / (cooldown + 1) if cooldown else 1.0
+        return max(0.0, min(1.0, rise, fall))
 
 
 @dataclass(frozen=True, kw_only=True)

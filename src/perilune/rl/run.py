@@ -54,7 +54,8 @@ MAY_CHANGE = (
     "rl.rollout.concurrency", "rl.rollout.episode_seconds", "rl.rollout.judge_seconds", "rl.processes",
     "rl.process_gpus", "engine_share",
 )  # fmt: skip
-"""What a resumed run may change: nothing of it changes what is learnt."""
+"""What a resumed run may change: nothing of it changes what is learnt. More or fewer iterations do where a cooldown has
+begun, which `check_continued` refuses."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -199,9 +200,7 @@ def broken_rows(environments: Mapping[str, Environment]) -> dict[str, int]:
 
 def _prepare(config: RLRunConfig, policy: Policy, folder: Path, *, resume: bool) -> None:
     if resume:
-        found = checkpoint.find(folder / CHECKPOINTS)
-        if found is not None:
-            _check_same(found.state.get("rl", {}), plain_config(config))
+        check_continued(config, folder)
     else:
         for name in OWN_FILES:
             path = folder / name
@@ -209,6 +208,23 @@ def _prepare(config: RLRunConfig, policy: Policy, folder: Path, *, resume: bool)
     device = policy.model.embed_tokens.weight.device
     (folder / RL_CONFIG).write_text(json.dumps(plain_config(config), indent=2) + "\n", encoding="utf-8")
     create(folder, policy.run, policy.tokenizer, device=device, fresh=False)
+
+
+def check_continued(config: RLRunConfig, folder: Path) -> None:
+    """RLRunError where the run in `folder` cannot go on as `config` says: it would not have come to where it is."""
+    found = checkpoint.find(folder / CHECKPOINTS)
+    if found is None:
+        return
+    saved = found.state.get("rl", {})
+    _check_same(saved, plain_config(config))
+    before, now = from_plain(RLRunConfig, saved, "rl").rl, config.rl
+    for iteration in range(found.state["iteration"]):
+        if (had := before.rate(iteration)) != (has := now.rate(iteration)):
+            raise RLRunError(
+                f"cannot resume with rl.iterations {before.iterations} -> {now.iterations}: the learning rate falls "
+                f"over the last rl.cooldown = {now.cooldown} iterations, and iteration {iteration}, which is over, had "
+                f"{had:.2f} of it and would have {has:.2f}; keep the number, or start a new run"
+            )
 
 
 def _check_same(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:

@@ -330,6 +330,8 @@ class _Token:
 
 def _closing(tokenizer: Tokenizer, prompt: Sequence[int], completion: Sequence[int]) -> tuple[str, ...]:
     """The marks that are missing for a whole turn. Read from the ids, because a stop string may have cut the text."""
+    if len(completion) and completion[-1] == tokenizer.special_ids["<|im_end|>"]:
+        return ()  # mostly: the turn is whole, whatever stands before its end
     near_the_end = [tokenizer.special_name(token_id) for token_id in prompt[-8:]]
     thinks = [name for name in near_the_end if name in ("<think>", "</think>")]
     parser = ChatParser(thinking=thinks[-1:] == ["<think>"])
