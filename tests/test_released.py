@@ -429,3 +429,21 @@ def test_what_the_model_cannot_know_is_left_to_the_scripted_one(
     folder = stand_in / "models" / "perilune-nano"
     monkeypatch.setenv(released.VARIABLE, str(folder))
     assert chosen_model(DemoFlags(**flags)) == (folder if uses_it else None)
+
+
+def test_the_released_model_is_a_start_of_parl(stand_in: Path, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    models = load_script(monkeypatch, "parl_models")
+    settings = models.Settings(
+        step="all", recipe="nano", tiny=True, sft_steps=1, out=here, results=here / "rows.json", lookups=1
+    )  # fmt: skip
+    monkeypatch.setenv("PERILUNE_NANO", "")
+    with pytest.raises(SystemExit, match="models/perilune-nano is not here: nothing to fine-tune"):
+        models.main(settings)
+    monkeypatch.setenv("PERILUNE_NANO", str(stand_in / "models" / "perilune-nano"))
+    models.main(settings)
+    assert {(row["row"], row["name"], row["recipe"]) for row in models.read_rows(settings.results)} == {
+        ("sft", "sft-nano-mostly-serial-0", "nano"), ("worker", "sft-nano-mostly-serial-0", "nano"),
+    }  # fmt: skip
+    arms = load_script(monkeypatch, "parl_arms")
+    wanted = arms.Settings(step="train", recipe="nano", out=here)
+    assert models.is_there(here, arms.start_of(wanted)) and arms.name_of(wanted) == "full-nano-0"
