@@ -65,6 +65,20 @@ def test_a_line_that_has_more_to_do_is_given_again(script, settings, tmp_path):
     assert ended.how == "done" and (tmp_path / "n").read_text() == "3\n"
 
 
+def test_lines_side_by_side_share_the_cores(script, settings, tmp_path, monkeypatch):
+    monkeypatch.setattr(script.os, "cpu_count", lambda: 16)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    says = "echo \"${OMP_NUM_THREADS:-all}\" > benchmarks/results/threads.txt"
+    queue(tmp_path, (says, 0.1))
+    said = []
+    for at_a_time, told in ((1, None), (5, None), (40, None), (5, "7")):
+        if told is not None:
+            monkeypatch.setenv("OMP_NUM_THREADS", told)
+        script.Round(replace(settings, at_a_time=at_a_time)).run()
+        said.append((tmp_path / "benchmarks/results/threads.txt").read_text().strip())
+    assert said == ["all", "3", "1", "7"]
+
+
 def test_what_still_runs_at_the_end_is_stopped_and_may_save_first(script, settings, tmp_path):
     saves = "trap 'echo saved > benchmarks/results/s.json; exit 75' TERM; sleep 60 & wait"
     queue(tmp_path, (saves, 0.01), ("sleep 60", 0.01), ("echo 1 > benchmarks/results/quick.json", 0.01))
