@@ -15,6 +15,7 @@ out what has its row. An arm is tested when it is trained to its end, or as it i
 
     arm             rewards                                     workers           starts from
     full            instantiation, finish and outcome, fading   frozen            9 of 10 traces serial
+    economy         as full, and few steps of everybody         frozen            the same
     outcome         the outcome alone                           frozen            the same
     instantiation   workers alone are paid for                  frozen            the same
     no-finish       instantiation and outcome                   frozen            the same

@@ -28,7 +28,7 @@ from perilune.train import OptimizerConfig
 from perilune.train.environment import describe_environment
 from perilune.train.trainer import pick_device
 
-ArmName = Literal["full", "outcome", "instantiation", "no-finish", "blog", "joint", "control", "serial"]
+ArmName = Literal["full", "economy", "outcome", "instantiation", "no-finish", "blog", "joint", "control", "serial"]
 CAPS = (1.0, 0.5, 2.0)
 """Times the cap, in the order in which they are tested: what bars need most comes first."""
 SERIAL_CAPS = (1.0, 0.5, 2.0, 3.0, 4.0, 6.0, 1000.0)

@@ -44,7 +44,7 @@ from perilune.rl.trajectory import Trajectory
 from perilune.train.environment import describe_environment
 
 KINDS: tuple[TaskKind, ...] = ("wide", "narrow", "chain")
-FACETS = ("outcome", "parallel", "finish", "spawned", "assigned", "finished", "critical_steps")
+FACETS = ("outcome", "parallel", "finish", "economy", "spawned", "assigned", "finished", "critical_steps")
 DELEGATED = 0.1
 LEAST = 1e-3
 """A model gives even what it never saw some probability."""

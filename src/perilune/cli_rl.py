@@ -37,7 +37,7 @@ class RLFlags:
     toggle: bool = False
     """Alternate between budgeted and free phases (--groups.toggle.period and others set it)."""
     arm: str = ""
-    """Rewards of an arm of PARL: full, outcome, no_finish, instantiation or blog; --parl.* sets them one by one."""
+    """Rewards of an arm of PARL: full, outcome, no_finish, instantiation, blog or economy; --parl.* sets them."""
     runs: str = "runs"
     """Folder that holds runs."""
     set: tuple[str, ...] = ()

@@ -46,6 +46,8 @@ def test_arms_pay_what_they_are_called():
     assert paid["outcome"] == {"finish": 0.0, OUTCOME: 1.0, "parallel": 0.0}
     assert paid["no_finish"] == {"finish": 0.0, OUTCOME: 1.0, "parallel": 0.5}
     assert paid["instantiation"] == {"finish": 0.0, OUTCOME: 0.0, "parallel": 0.5}
+    assert paid["economy"] == {**paid["full"], "economy": 0.1}
+    assert Parl(arm("economy")).weights(0, "narrow") == {"finish": 0.0, OUTCOME: 1.0, "parallel": 0.0, "economy": 0.1}
     with pytest.raises(ValueError, match="unknown arm 'half': known are full"):
         arm("half")  # pyrefly: ignore[bad-argument-type]
 

@@ -7,6 +7,10 @@
     r_finish     facet `finish`: share of assigned tasks that ended with a result; fights workers for show
     r_perf       facet `outcome`; 1[success] Q is facet `success`
 
+`economy` is our own, and 0 unless it is asked for: a share of the outcome for those who came to it with no more steps
+of everybody than one agent needs. Where work is as good alone as shared out, such as that on three things, nothing else
+says that workers are not worth it.
+
 Facets are raw and stay in the trajectory, and so do the weights of the moment: a stored episode is judged again with
 the same result though the weights have moved on since. All samples of a group have the weights of the iteration in
 which it was drawn.
@@ -25,9 +29,9 @@ from typing import Any, Literal
 from perilune.rl.environment import OUTCOME, Task
 from perilune.rl.trajectory import Trajectory
 
-PARALLEL, FINISH, SUCCESS = "parallel", "finish", "success"
-Arm = Literal["full", "outcome", "no_finish", "instantiation", "blog"]
-ARMS: tuple[Arm, ...] = ("full", "outcome", "no_finish", "instantiation", "blog")
+PARALLEL, FINISH, SUCCESS, ECONOMY = "parallel", "finish", "success", "economy"
+Arm = Literal["full", "outcome", "no_finish", "instantiation", "blog", "economy"]
+ARMS: tuple[Arm, ...] = ("full", "outcome", "no_finish", "instantiation", "blog", "economy")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +43,8 @@ class ParlConfig:
     """l2 at the start; the blog's form has none."""
     outcome: float = 1.0
     """What the outcome counts for, throughout; 0 only to see what the other rewards teach by themselves."""
+    economy: float = 0.0
+    """What few steps of everybody count for, throughout and on all kinds of tasks."""
     kinds: tuple[str, ...] = ("wide",)
     """Kinds of tasks (data["kind"]) on which l1 and l2 count; empty: all. Elsewhere the outcome alone is paid."""
     anneal: Literal["finish", "clock", "never"] = "finish"
@@ -57,7 +63,7 @@ class ParlConfig:
     """Run or model folder of the frozen workers; empty: the weights the run begins with."""
 
     def __post_init__(self) -> None:
-        for name in ("parallel", "finish", "outcome", "least_assigned"):
+        for name in ("parallel", "finish", "outcome", "economy", "least_assigned"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"parl.{name} is {getattr(self, name)!r}, expected 0 or more")
         if self.form == "blog" and self.parallel > 1:
@@ -87,6 +93,8 @@ def arm(name: Arm, config: ParlConfig | None = None) -> ParlConfig:
         return replace(config, form="report", finish=0.0, outcome=0.0, anneal="never")
     if name == "blog":
         return replace(config, form="blog", parallel=0.1, finish=0.0)
+    if name == "economy":
+        return replace(config, form="report", economy=0.1)
     raise ValueError(f"unknown arm {name!r}: known are {', '.join(ARMS)}")
 
 
@@ -115,9 +123,10 @@ class Parl:
         config, share = self.config, self.share(iteration)
         counts = not config.kinds or kind in config.kinds
         parallel, finish = (share * config.parallel, share * config.finish) if counts else (0.0, 0.0)
+        economy = {ECONOMY: config.economy} if config.economy else {}
         if config.form == "blog":
-            return {PARALLEL: parallel, SUCCESS: config.outcome * (1.0 - parallel)}
-        return {FINISH: finish, OUTCOME: config.outcome, PARALLEL: parallel}
+            return {PARALLEL: parallel, SUCCESS: config.outcome * (1.0 - parallel), **economy}
+        return {FINISH: finish, OUTCOME: config.outcome, PARALLEL: parallel, **economy}
 
     def weighted(self, task: Task, iteration: int) -> Task:
         """The task as it is paid for in this iteration."""

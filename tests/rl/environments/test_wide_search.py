@@ -110,6 +110,28 @@ def test_spare_steps_cap_a_chain_so_that_handing_it_on_does_not_pay():
     assert sum(alone) > 8 and sum(handed) == 0
 
 
+def test_two_or_three_things_are_as_good_alone_as_handed_out_and_economy_tells_them_apart():
+    """On wide tasks it leaves workers worth far more than they cost."""
+    environment = replace(ENVIRONMENT, kinds=("narrow",), spare_steps=1)
+    tasks = [task for number in range(16) if len((task := environment.task(number, "test")).data["items"]) > 1]
+    pays = {"outcome": 1.0, "economy": 0.1}
+    assert len(tasks) > 6
+    for task in tasks:
+        alone, handed = (play(environment, task, each).facets for each in (serial, delegating))
+        assert alone["outcome"] == handed["outcome"] == alone["economy"] == 1.0
+        assert handed["economy"] == task.data["oracle_steps"] / handed["total_steps"] < 0.8
+    gains = []
+    for number in range(12):
+        environment, task = wide(number)
+        alone, handed = (
+            reward_of(replace(task, weights=pays), play(environment, task, each).facets) for each in (serial, parallel)
+        )
+        gains.append(handed - alone)
+    assert min(gains) > 0.02 and sum(gains) / len(gains) > 0.2
+    data = {name: value for name, value in task.data.items() if name != "oracle_steps"}
+    assert "economy" not in play(environment, replace(task, data=data), serial).facets  # stored before it was known
+
+
 def test_without_tools_for_workers_nobody_is_spawned():
     environment, task = wide(main_tools=SERIAL_TOOLS)
     done = play(environment, task, parallel)

@@ -96,6 +96,7 @@ class Gathering:
             "success": outcome if outcome >= SUCCESS_FROM else 0.0,
             "parallel": min(1.0, len(workers) / -(-count // 2)),
             "finish": useful / assigned if assigned else 0.0,
+            "economy": outcome * min(1.0, count / max(1, steps.total)),
             "assigned": float(assigned),
             "finished": float(useful),
             "spawned": float(len(workers)),

@@ -85,6 +85,7 @@ class WideSearch:
             "question": question.text,
             "items": [list(row) for row in truth_of(self.library.corpus, question)],
             "critical_steps": cap,
+            "oracle_steps": question.oracle_steps,
         }
         return Task(name=question.text, data=data)
 

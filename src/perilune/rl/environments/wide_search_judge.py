@@ -3,6 +3,7 @@
     item F1 = 2 hits / (rows + items)       a hit is an item whose value is right, once; every row of the answer counts
     parallel = min(1, spawned / ceil(items / 2))       workers that began to work, whatever they were told
     finish = finished / assigned                       tasks that came to something
+    economy = item F1 min(1, oracle's steps / total steps)     what the answer cost, by the steps of everybody
 
 A task has finished when its worker opened a page and returned a line `item: value` about a thing that the task names
 and that no finished task was about before, with a value that the task did not tell. An empty task, one about the same
@@ -46,6 +47,7 @@ def judged(data: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> dict
         "success": scores[OUTCOME] if scores[OUTCOME] >= 0.5 else 0.0,
         "parallel": min(1.0, spawned / math.ceil(len(data["items"]) / 2)),
         "finish": finished / len(tasks) if tasks else 0.0,
+        **economy(data, scores[OUTCOME], steps.total),
         "width": float(steps.width),
         "critical_steps": float(steps.critical),
         "total_steps": float(steps.total),
@@ -59,6 +61,12 @@ def judged(data: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> dict
         "worker_tokens": float(sum(count for chain, count in written if chain != MAIN)),
         **{kind: float(data["kind"] == kind) for kind in TASK_KINDS},
     }
+
+
+def economy(data: Mapping[str, Any], outcome: float, total_steps: int) -> dict[str, float]:
+    """Nothing for tasks of before it was known how many steps an agent takes that never errs."""
+    oracle = data.get("oracle_steps")
+    return {} if oracle is None else {"economy": outcome * min(1.0, oracle / max(1, total_steps))}
 
 
 def item_scores(items: Iterable[Sequence[str]], rows: Sequence[Row | None] | None) -> dict[str, float]:
