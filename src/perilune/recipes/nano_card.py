@@ -35,10 +35,11 @@ LIMITS = """\
 - It is for demonstrations, tests and teaching. Do not let anything depend on what it says.
 """
 SAFETY = """\
-It learnt to decline wishes that would harm somebody, not to follow orders that stand in a tool's result, and to leave
-files alone that are not part of its task, each from a few templates. That is a habit of words, not judgement: other
-words may get around it, and a model of this size has little to give away. The runtime it is shown in does not rely on
-it: tools run in a sandbox, and every call is in a journal that `perilune swarm audit` reads.
+It was taught to decline wishes that would harm somebody, not to follow orders that stand in a tool's result, and to
+leave files alone that are not part of its task, each from a few templates. That is a habit of words, not judgement: the
+probes above have other words, and say how far it carries. A model of this size has little to give away. The runtime it
+is shown in does not rely on it: tools run in a sandbox, and every call is in a journal that `perilune swarm audit`
+reads.
 """
 RECIPE = """\
 Stages, in this order: `python benchmarks/nano_release.py train`, and `export` for the measurements below.
