@@ -158,13 +158,19 @@ def _collapse(rows: Sequence[Row]) -> Bar:
 def _prevented(rows: Sequence[Row]) -> Bar:
     found = _of(rows, "train", "full")
     spawn = {kind: [_last(row, kind, "spawn") for row in _over(found)] for kind in KINDS}
-    told = "; ".join(f"{kind} {_each(found, lambda row, kind=kind: _last(row, kind, 'spawn'))}" for kind in KINDS)
+    told = _spawn_by_kind(found)
+    if thrifty := _of(rows, "train", "economy"):
+        told += f" (with economy: {_spawn_by_kind(thrifty)})"
     known = [(kind, value) for kind, values in spawn.items() for value in values if value is not None]
     met: bool | None = all(value >= 0.8 if kind == "wide" else value <= 0.2 for kind, value in known)
     if met and len(known) < len(KINDS) * max(1, len(_over(found))):
         met = None  # a kind that nobody looked at is not prevented
     return Bar(goal="prevented", bar=f"full: spawn >= 80% on wide, <= 20% on narrow and chain, {SEEDS} seeds",
                measured=told if found else "", met=met, seeds=len(_over(found)))  # fmt: skip
+
+
+def _spawn_by_kind(rows: Sequence[Row]) -> str:
+    return "; ".join(f"{kind} {_each(rows, lambda row, kind=kind: _last(row, kind, 'spawn'))}" for kind in KINDS)
 
 
 def _quality(rows: Sequence[Row]) -> Bar:

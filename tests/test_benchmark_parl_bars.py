@@ -66,7 +66,11 @@ def test_bars_are_met_by_three_seeds_and_by_fewer_only_as_many_as_they_are(bars)
     assert told(bars, [*rows[:2], trained("outcome", wide=0.2, seed=2)])["serial collapse shown"] == "NO"
     full = [trained("full", wide=0.9, narrow=0.1, seed=seed) for seed in range(3)]
     assert told(bars, full)["prevented"] == "yes" and told(bars, full)["no hollow work"] == "yes"
-    assert told(bars, [*full[:2], trained("full", wide=0.9, narrow=0.5, seed=2)])["prevented"] == "NO"
+    eager = [*full[:2], trained("full", wide=0.9, narrow=0.5, seed=2)]
+    assert told(bars, eager)["prevented"] == "NO"
+    beside = [*eager, trained("economy", wide=0.85, narrow=0.1)]  # shown, and counts for nothing
+    assert told(bars, beside)["prevented"] == "NO"
+    assert "(with economy: wide 0.85; narrow 0.10; chain 0.00)" in measured(bars, beside)["prevented"]
     assert told(bars, [a_test("full", 0.9, 6.0), a_test("serial", 0.5, 15.0)])["quality at equal cap"] == (
         "yes, 1 of 3 seeds"
     )
