@@ -9,6 +9,13 @@
     python benchmarks/parl.py report                              every bar with what was measured
     python benchmarks/parl.py all --tiny --out DIR                everything in miniature, on a CPU
 
+On two CPU cores, from the released model, in an hour:
+
+    python benchmarks/parl_models.py sft --recipe nano --orchestrators 5000 --workers 9000 --told 900 --limit 3000
+    python benchmarks/parl.py arm --recipe nano --tasks 4 --iterations 24 --over 8 --cooldown 8 --lr 3e-4 --tested 32
+                                  --shown 8 --seconds 6000 --arm full           and beside it --arm outcome
+    python benchmarks/parl.py report --recipe nano
+
 An arm has as many iterations as the recipe; how long they take is nothing that results depend on. --seconds is all of a
 call: what does not fit is saved or not begun, and the call ends with exit code 75: the same command goes on, and leaves
 out what has its row. An arm is tested when it is trained to its end, or as it is with --now.
@@ -318,7 +325,7 @@ def main(settings: Settings) -> None:
     if settings.step in ("report", "all"):
         from parl_bars import bars_text
 
-        print(bars_text(read_rows(settings.results), tiny=settings.tiny))
+        print(bars_text(read_rows(settings.results), tiny=settings.tiny, recipe=settings.recipe))
 
 
 def whole_arm(settings: Settings) -> None:

@@ -38,6 +38,9 @@ MEMORY_GIB = 2.0
 2M tokens (1.6M). 128 episodes of at most 10,240 tokens take 1.3M, 512 workers of 1,100 take 0.6M."""
 LR = parl().rl.learner.optimizer.lr
 COOLDOWN = parl().rl.cooldown
+NANO_LR, NANO_COOLDOWN = 3e-4, 8
+"""Of the released model's arms on a CPU: a quarter of the episodes an iteration, and a third of the iterations."""
+CPU_EPISODE_SECONDS = 900.0
 HIDDEN = ("environment", "curves", "share", "wide_f1s")
 """Of a row, what is not printed."""
 CURVES = ("spawn", "outcome", "parallel", "finish", "width", "critical_steps", "total_steps", "finished", "unused")
@@ -102,8 +105,9 @@ def name_of(settings: Settings) -> str:
 
 def _beside(settings: Settings) -> list[str]:
     """What is not as in the arm of the bars."""
-    numbers = {"cap": (settings.trained_cap, 1.0), "lr": (settings.lr, LR), "ptx": (settings.ptx, 0.0),
-               "cooldown": (settings.cooldown, COOLDOWN)}  # fmt: skip
+    lr, cooldown = (NANO_LR, NANO_COOLDOWN) if settings.recipe == "nano" else (LR, COOLDOWN)
+    numbers = {"cap": (settings.trained_cap, 1.0), "lr": (settings.lr, lr), "ptx": (settings.ptx, 0.0),
+               "cooldown": (settings.cooldown, cooldown)}  # fmt: skip
     unlike = [f"{name}{value:g}" for name, (value, usual) in numbers.items() if value != usual]
     return unlike if settings.mix is None else [settings.mix, *unlike]
 
@@ -178,6 +182,8 @@ def rl_config(settings: Settings) -> RLConfig:
         config = replace(config, engine=replace(base.engine, memory_gib=memory), worker_engine=replace(
             base.worker_engine or base.engine, memory_gib=memory), learner=replace(config.learner, row_tokens=65_536),
         )  # fmt: skip
+    elif settings.recipe == "nano":  # all episodes take a minute there, and those of the other arm as long
+        config = replace(config, rollout=replace(config.rollout, episode_seconds=CPU_EPISODE_SECONDS))
     return config
 
 

@@ -34,9 +34,12 @@ class Bar:
         return said if self.seeds >= SEEDS else f"{said}, {self.seeds} of {SEEDS} seeds"
 
 
-def bars_text(rows: Sequence[Row], *, tiny: bool = False) -> str:
-    """Tables in Markdown: the bars, the claim of a product, and all arms."""
+def bars_text(rows: Sequence[Row], *, tiny: bool = False, recipe: str = "full") -> str:
+    """Tables in Markdown: the bars, the claim of a product, and all arms. With the recipe nano: of the released model's
+    arms alone, as if they were those of the bars."""
     kept = [row for row in rows if bool(row.get("tiny")) == tiny]
+    if recipe == "nano":
+        kept = [{**row, "recipe": "full"} for row in kept if row.get("recipe") == "nano"]
     lines = ["| goal | bar | measured | met |", "|---|---|---|---|"]
     lines += [f"| {each.goal} | {each.bar} | {each.measured or 'nothing'} | {each.told} |" for each in bars(kept)]
     notes = [each for each in (starts_text(kept), unlike_text(kept)) if each]

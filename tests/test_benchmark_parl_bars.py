@@ -217,3 +217,10 @@ def test_agents_are_compared_from_the_same_models_and_unlike_arms_are_told(bars)
     arms = [trained("full", wide=0.9, seed=seed, lr=lr) for seed, lr in ((0, 2e-4), (1, 2e-4), (2, 1e-4))]
     assert "NOT alike: seeds of full (full) have lr 0.0001, 0.0002." in bars.bars_text(arms)
     assert "NOT alike" not in bars.bars_text(arms[:2])
+
+
+def test_the_released_model_s_arms_have_a_table_of_their_own(bars):
+    rows = [trained("full", wide=0.9, seed=seed) for seed in (0, 1, 2)] + [trained("full", wide=0.3, recipe="nano")]
+    assert "on narrow and chain, 3 seeds | wide 0.90, 0.90, 0.90;" in bars.bars_text(rows)
+    text = bars.bars_text(rows, recipe="nano")
+    assert "| wide 0.30; narrow 0.00; chain 0.00 | NO, 1 of 3 seeds |" in text and "0.90" not in text
