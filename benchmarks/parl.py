@@ -323,9 +323,11 @@ def main(settings: Settings) -> None:
     elif settings.step != "report":
         {"train": train, "test": test, "audit": audit, "best-of": best_of}[settings.step](settings)
     if settings.step in ("report", "all"):
-        from parl_bars import bars_text
+        from parl_bars import bars_text, plot_spawn
 
         print(bars_text(read_rows(settings.results), tiny=settings.tiny, recipe=settings.recipe))
+        if settings.plot is not None:
+            print(f"\n{plot_spawn(read_rows(settings.results), settings.plot, recipe=settings.recipe)}")
 
 
 def whole_arm(settings: Settings) -> None:

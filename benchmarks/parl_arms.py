@@ -94,6 +94,8 @@ class Settings:
     merge: tuple[Path, ...] = ()
     """Rows of other machines to add first."""
     tiny: bool = False
+    plot: Path | None = None
+    """With report: a picture of how often arms work with workers, by iteration."""
     commit: str = ""
     results: Path = Path("benchmarks/results/parl.json")
 

@@ -7,8 +7,11 @@ claim of a product is in parl_product.py.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from parl_product import Row, f1_of, is_over, product_text, wide_seconds
+
+from perilune.report.plots import Plot, Series, Threshold, save_png
 
 SEEDS = 3
 KINDS = ("wide", "narrow", "chain")
@@ -38,12 +41,36 @@ def bars_text(rows: Sequence[Row], *, tiny: bool = False, recipe: str = "full") 
     """Tables in Markdown: the bars, the claim of a product, and all arms. With the recipe nano: of the released model's
     arms alone, as if they were those of the bars."""
     kept = [row for row in rows if bool(row.get("tiny")) == tiny]
-    if recipe == "nano":
-        kept = [{**row, "recipe": "full"} for row in kept if row.get("recipe") == "nano"]
+    kept = _as_the_full(kept, recipe)
     lines = ["| goal | bar | measured | met |", "|---|---|---|---|"]
     lines += [f"| {each.goal} | {each.bar} | {each.measured or 'nothing'} | {each.told} |" for each in bars(kept)]
     notes = [each for each in (starts_text(kept), unlike_text(kept)) if each]
     return "\n\n".join(["\n".join(lines), *notes, product_text(kept), arms_text(kept)])
+
+
+def _as_the_full(rows: Sequence[Row], recipe: str) -> list[Row]:
+    if recipe != "nano":
+        return list(rows)
+    return [{**row, "recipe": "full"} for row in rows if row.get("recipe") == "nano"]
+
+
+def plot_spawn(rows: Sequence[Row], path: Path, *, recipe: str = "full") -> Path:
+    """Episodes of wide tasks with a worker by iteration, of every seed that was trained."""
+    trained = [row for row in _as_the_full(rows, recipe) if row.get("row") == "train" and not row.get("tiny")]
+    arms = list(dict.fromkeys(row["arm"] for row in trained if row.get("recipe", "full") == "full"))
+    series = []
+    for colour, arm in enumerate(arms):
+        for row in _of(trained, "train", arm):
+            spawn = row["curves"]["wide"]["spawn"]
+            seen = [(number, share) for number, share in enumerate(spawn, start=1) if share is not None]
+            name = arm if not any(each.colour == colour for each in series) else ""
+            series.append(Series(name=name, x=[number for number, _ in seen], y=[share for _, share in seen],
+                                 points=True, colour=colour))  # fmt: skip
+    plot = Plot(
+        title="Workers on wide tasks", x_label="iteration", y_label="share of episodes with a worker", series=series,
+        from_zero=True, thresholds=[Threshold(value=0.05, name="collapse")],
+    )  # fmt: skip
+    return save_png(plot, path)
 
 
 def bars(rows: Sequence[Row]) -> list[Bar]:

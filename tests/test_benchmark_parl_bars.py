@@ -224,3 +224,18 @@ def test_the_released_model_s_arms_have_a_table_of_their_own(bars):
     assert "on narrow and chain, 3 seeds | wide 0.90, 0.90, 0.90;" in bars.bars_text(rows)
     text = bars.bars_text(rows, recipe="nano")
     assert "| wide 0.30; narrow 0.00; chain 0.00 | NO, 1 of 3 seeds |" in text and "0.90" not in text
+
+
+def test_a_plot_shows_every_arm_and_leaves_out_iterations_without_wide_tasks(bars, tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(bars, "save_png", lambda plot, path: drawn.append(plot) or path)
+    curves = {"wide": {"spawn": [0.1, None, 0.3]}}
+    arms = [(arm, seed) for arm in ("full", "outcome") for seed in (0, 1)]
+    rows = [trained(arm, wide=0.3, seed=seed, recipe="nano", curves=curves) for arm, seed in arms]
+    other = trained("full", wide=0.9, curves={"wide": {"spawn": [0.9]}})
+    bars.plot_spawn([*rows, other], tmp_path / "a.png", recipe="nano")
+    assert [(each.name, list(each.x), list(each.y)) for each in drawn[0].series] == [
+        (name, [1, 3], [0.1, 0.3]) for name in ("full", "", "outcome", "")
+    ]
+    bars.plot_spawn([*rows, other], tmp_path / "b.png")
+    assert [list(each.y) for each in drawn[1].series] == [[0.9]]
