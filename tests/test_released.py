@@ -445,5 +445,7 @@ def test_the_released_model_is_a_start_of_parl(stand_in: Path, here: Path, monke
         ("sft", "sft-nano-mostly-serial-0", "nano"), ("worker", "sft-nano-mostly-serial-0", "nano"),
     }  # fmt: skip
     arms = load_script(monkeypatch, "parl_arms")
-    wanted = arms.Settings(step="train", recipe="nano", out=here)
+    wanted = arms.Settings(
+        step="train", recipe="nano", out=here, lr=arms.NANO_LR, cooldown=arms.NANO_COOLDOWN
+    )  # fmt: skip
     assert models.is_there(here, arms.start_of(wanted)) and arms.name_of(wanted) == "full-nano-0"
