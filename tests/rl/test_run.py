@@ -131,7 +131,8 @@ def test_a_signal_saves_and_says_how_to_go_on(tmp_path, monkeypatch, capsys, num
 def test_more_iterations_are_taken_where_those_that_are_over_would_have_learnt_the_same(
     tmp_path, monkeypatch, cooldown, done, is_same
 ):
-    """Of four with a cooldown of two, the first two have the whole rate; so they would among eight or three."""
+    """Of four with a cooldown of two, the first two have the whole rate; so they would among six, the third not."""
+
     def cooled(iterations: int, cooldown: int = cooldown) -> RLRunConfig:
         settings = config(iterations)
         return replace(settings, rl=replace(settings.rl, warmup=0, cooldown=cooldown))
