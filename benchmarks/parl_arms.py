@@ -41,6 +41,8 @@ COOLDOWN = parl().rl.cooldown
 NANO_LR, NANO_COOLDOWN = 3e-4, 8
 """Of the released model's arms on a CPU: a quarter of the episodes an iteration, and a third of the iterations."""
 CPU_EPISODE_SECONDS = 900.0
+CPU_ROW_TOKENS = 4096
+"""Longer rows are slower there: 16,384 tokens spend a third of the time on pages of memory that come and go."""
 HIDDEN = ("environment", "curves", "share", "wide_f1s")
 """Of a row, what is not printed."""
 CURVES = ("spawn", "outcome", "parallel", "finish", "width", "critical_steps", "total_steps", "finished", "unused")
@@ -185,7 +187,8 @@ def rl_config(settings: Settings) -> RLConfig:
             base.worker_engine or base.engine, memory_gib=memory), learner=replace(config.learner, row_tokens=65_536),
         )  # fmt: skip
     elif settings.recipe == "nano":  # all episodes take a minute there, and those of the other arm as long
-        config = replace(config, rollout=replace(config.rollout, episode_seconds=CPU_EPISODE_SECONDS))
+        config = replace(config, rollout=replace(config.rollout, episode_seconds=CPU_EPISODE_SECONDS),
+                         learner=replace(config.learner, row_tokens=CPU_ROW_TOKENS))  # fmt: skip
     return config
 
 

@@ -73,7 +73,7 @@ BASE_STEPS = 1000
 """131M tokens, six for every parameter: three to four times what seven libraries and the corpus hold."""
 SFT_STEPS = 2400
 """Seven times through the dialogues without those that are told: a worker that is right in 255 of 256 lookups."""
-NANO_STEPS = 80
+NANO_STEPS = 200
 """The released model knows both roles, and delegates nine wide questions in ten: it is to learn to work alone."""
 NANO_LR = 8e-4
 """Two thirds of what it was fine-tuned with."""
@@ -91,7 +91,7 @@ ROW_TOKENS = 16_384
 up to 8,700, and none is to be left out."""
 SFT_TOKENS = 65_536
 """In a step."""
-NANO_ROW_TOKENS, NANO_TOKENS = 4096, 16_384
+NANO_ROW_TOKENS, NANO_TOKENS = 4096, 8192
 """The same of the released model: the longest rows that it knows."""
 ROWS = "rows.json"
 """In --out: the rows of this machine, for calls whose --results lies in a folder that is empty each time."""
@@ -442,9 +442,10 @@ def make_sft(settings: Settings) -> None:
     config = sft(base, sources=(str(source),))
     length = sft_length(settings)
     rows = 4 if settings.tiny else (NANO_TOKENS if is_nano else SFT_TOKENS) // length
+    at_once = 1 if is_nano else min(rows, 4)  # a CPU is no faster with more
     trainer = replace(
-        config.trainer, global_batch_rows=rows, micro_batch_rows=min(rows, 4), eval_every=0, report=False,
-        tensorboard=False, keep_last=1, log_every=10,
+        config.trainer, global_batch_rows=rows, micro_batch_rows=at_once, eval_every=0, report=False, tensorboard=False,
+        keep_last=1, log_every=10,
     )  # fmt: skip
     # As much as pre-training: a tenth of its rate, the default, is for models that know more than this one.
     optimizer = replace(config.optimizer, lr=NANO_LR if is_nano else 3 * config.optimizer.lr)

@@ -98,7 +98,7 @@ async def play(
     model, tokenizer, _ = load_run(settings.out / name_of(settings), device=device)
     frozen, frozen_tokenizer, _ = load_run(settings.out / start_of(settings), device=device)
     talk = replace(config.rollout.talk, temperature=temperature)
-    if settings.arm == "serial" and not settings.tiny:  # without a cap it reads on and on
+    if not settings.tiny:  # the cap ends an episode; an agent alone has twice as many turns at twice the cap
         talk = replace(talk, max_tokens=8192, max_turns=128)
     told = replace(config.rollout.workers, temperature=temperature)
     engine = AsyncEngine(Engine(model, tokenizer, replace(config.engine, max_queue=1 << 20), device=device))

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from perilune.data.media import merge_media, tokens_of_grid
 from perilune.data.packing import PackedBatch
+from perilune.kernels.cpu_products import fast_products
 from perilune.model import Decoder, MediaInput
 from perilune.model.deterministic import token_log_probs
 from perilune.model.routes import Replayed, num_expert_layers
@@ -117,6 +118,10 @@ class Learner:
     def update(self, samples: Sequence[Sample], *, ptx: PackedBatch | None = None, lr_scale: float = 1.0) -> Update:
         """One optimizer step on all of them and on the supervised rows. Without a trained token in either nothing
         happens."""
+        with fast_products(self.device, bits_matter=self.model.deterministic):
+            return self._update(samples, ptx=ptx, lr_scale=lr_scale)
+
+    def _update(self, samples: Sequence[Sample], *, ptx: PackedBatch | None, lr_scale: float) -> Update:
         tokens = sum(sample.num_trained for sample in samples)
         supervised = None if ptx is None or not self.config.ptx_weight or not ptx.num_targets else ptx
         if not tokens and supervised is None:

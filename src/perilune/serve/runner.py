@@ -18,12 +18,14 @@ once instead of at every use.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from perilune.kernels.cpu_products import fast_products
 from perilune.model import Decoder
 from perilune.model.decode_step import DecodeStep, bind
 from perilune.model.deterministic import TILE, logits_of_rows
@@ -39,6 +41,9 @@ from perilune.serve.plan import Share, StepPlan
 from perilune.serve.routes import RouteBook
 
 __all__ = ["Runner", "bytes_per_page", "bytes_per_slot"]
+
+MANY_TOKENS = 256
+"""In a step, most of them of prompts: from so many on a faster path of some CPUs saves more than its new shapes cost."""
 
 
 class Runner:
@@ -117,9 +122,15 @@ class Runner:
         late_ids: what was sampled in the step before, for shares with a `late_row`.
         number: of the round, for bursts: each after the one before it, whose ids are the late ones then.
         """
-        with torch.inference_mode():  # operators start sooner, which is what a small step waits for
+        # In inference mode operators start sooner, which is what a small step waits for.
+        with torch.inference_mode(), self._products(plan):
             logits = self._run_later(plan, late_ids, number) if number else self._run(plan, late_ids)
         return logits.clone()  # outside, where the caller may change it in place
+
+    def _products(self, plan: StepPlan) -> AbstractContextManager[None]:
+        if self.device.type != "cpu" or self.deterministic or plan.num_tokens < MANY_TOKENS:
+            return nullcontext()
+        return fast_products(self.device)
 
     def _run(self, plan: StepPlan, late_ids: Tensor | None) -> Tensor:
         for share in plan.shares:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from perilune.kernels.cpu_products import fast_products
 from perilune.model import Decoder
 from perilune.train import graphed, ranks
 from perilune.train.batches import ALL, MicroBatch, Packed, RunData, fused_packed
@@ -79,6 +80,7 @@ def train(
         StopRequest(run.outputs.say_stopping) as stop,
         Watchdog(on_phase, timeout_s=config.trainer.hang_timeout_s) as reached,
         StepsAhead(lambda first_row: packed_rows(run, first_row), in_background=reads_ahead(run)) as ahead,
+        fast_products(run.device, bits_matter=run.model.deterministic),
     ):
         run = replace(run, on_phase=reached)
         settings, at, outputs = config.trainer, run.position, run.outputs
