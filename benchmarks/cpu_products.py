@@ -3,7 +3,7 @@
     python benchmarks/cpu_products.py            a minute on one core
 
 Every line is both ways in turn, best of several: products of a training step, forward and backward; a training step of
-`nano_text`; the prompts of the released model in one step of the engine. Errors are against float64, as a share of the
+`nano_text`; prompts read by the released model. Errors are against float64, as a share of the
 norm. Where the processor is none for oneDNN the script says so and measures all the same, with the switch on by hand.
 Writes benchmarks/results/cpu_products.json.
 """
@@ -22,19 +22,17 @@ from rich.console import Console
 from rich.table import Table
 from train_cpu import our_step
 
-from perilune.hub.opened import open_model
-from perilune.kernels.cpu_products import onednn_is_ahead, with_onednn
+from perilune.hub.opened import open_folder
+from perilune.kernels.cpu_products import by_onednn, onednn_is_ahead
 from perilune.model import Decoder
 from perilune.recipes import recipe
 from perilune.released import released_model
-from perilune.serve.engine import Engine, EngineConfig
-from perilune.serve.requests import Request
 from perilune.train.batches import micro_batches, open_data
 from perilune.train.environment import describe_environment
 
 SHAPES = ((1024, 256, 256), (1024, 256, 704), (1024, 704, 256), (4096, 256, 704), (1024, 256, 8192), (48, 256, 704))
 """Rows, what is summed, columns."""
-WAYS: dict[str, Callable[[], AbstractContextManager[None]]] = {"torch": nullcontext, "oneDNN": with_onednn}
+WAYS: dict[str, Callable[[], AbstractContextManager[None]]] = {"torch": nullcontext, "oneDNN": by_onednn}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,19 +98,16 @@ def prompts_row(settings: Settings) -> dict[str, Any] | None:
     folder = released_model()
     if folder is None:
         return None
-    model, tokenizer = open_model(folder)
-    settings_of = EngineConfig(max_sequences=8, token_budget=4096, max_length=2048, memory_gib=0.5, prefix_cache=False)
-    engine = Engine(model, tokenizer, settings_of, device="cpu")
-    length = settings.prompt_tokens
+    model = open_folder(folder).model
+    length, total = settings.prompt_tokens, settings.prompts * settings.prompt_tokens
+    ids = torch.arange(total).remainder(model.config.vocab_size)[None]
+    borders = torch.arange(0, total + 1, length, dtype=torch.int32)
 
     def work() -> None:
-        for start in range(settings.prompts):
-            ids = [(start + place) % tokenizer.vocab_size for place in range(length)]
-            engine.submit(Request(token_ids=ids, max_tokens=1))
-        while engine.has_work:
-            engine.step()
+        with torch.inference_mode():
+            model.hidden(ids, cu_seqlens=borders)
 
-    return tokens_row("prompts of perilune-nano", settings.prompts * length, best_times(work, settings.steps))
+    return tokens_row("prompts of perilune-nano", total, best_times(work, settings.steps))
 
 
 def tokens_row(what: str, tokens: int, seconds: dict[str, float]) -> dict[str, Any]:

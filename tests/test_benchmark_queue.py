@@ -68,7 +68,7 @@ def test_a_line_that_has_more_to_do_is_given_again(script, settings, tmp_path):
 def test_lines_side_by_side_share_the_cores(script, settings, tmp_path, monkeypatch):
     monkeypatch.setattr(script.os, "cpu_count", lambda: 16)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    says = "echo \"${OMP_NUM_THREADS:-all}\" > benchmarks/results/threads.txt"
+    says = 'echo "${OMP_NUM_THREADS:-all}" > benchmarks/results/threads.txt'
     queue(tmp_path, (says, 0.1))
     said = []
     for at_a_time, told in ((1, None), (5, None), (40, None), (5, "7")):

@@ -83,7 +83,7 @@ def test_a_torch_without_the_switch_is_left_alone(monkeypatch: pytest.MonkeyPatc
         raise AttributeError("fp32_precision")
         yield
 
-    monkeypatch.setattr(cpu_products, "_onednn", missing)
+    monkeypatch.setattr(cpu_products, "by_onednn", missing)
     assert not cpu_products._is_exact()
 
 

@@ -1,4 +1,4 @@
-"""Float32 products of training on AMD's processors by oneDNN, which uses AVX-512 where MKL keeps to AVX2.
+"""Float32 products of training and of prompts on AMD's processors by oneDNN: AVX-512, where MKL keeps to AVX2.
 
     with fast_products(device):
         loss.backward()
@@ -31,7 +31,7 @@ def fast_products(device: torch.device | str, *, bits_matter: bool = False) -> I
     if bits_matter or torch.device(device).type != "cpu" or not onednn_is_ahead():
         yield
         return
-    with _onednn():
+    with by_onednn():
         yield
 
 
@@ -52,7 +52,7 @@ def _is_amd() -> bool:
 def _is_exact() -> bool:
     """Sums of FINE are what float32 says, in products of one matrix and of many."""
     try:
-        with _onednn():
+        with by_onednn():
             for m, k, n in TRIED:
                 a, b = torch.full((m, k), FINE), torch.ones(k, n)
                 for found in (a @ b, torch.bmm(a[None], b[None])):
@@ -89,7 +89,8 @@ _SWITCH = _Switch()
 
 
 @contextmanager
-def _onednn() -> Iterator[None]:
+def by_onednn() -> Iterator[None]:
+    """Whatever the processor: for measurements, and to see whether it is exact."""
     _SWITCH.on()
     try:
         yield

@@ -43,7 +43,7 @@ from perilune.serve.routes import RouteBook
 __all__ = ["Runner", "bytes_per_page", "bytes_per_slot"]
 
 MANY_TOKENS = 256
-"""In a step, most of them of prompts: from so many on a faster path of some CPUs saves more than its new shapes cost."""
+"""In a step, most of them of prompts: with so many a faster path of some CPUs is worth preparing its new shapes."""
 
 
 class Runner:
