@@ -42,7 +42,7 @@ from perilune.serve.routes import RouteBook
 
 __all__ = ["Runner", "bytes_per_page", "bytes_per_slot"]
 
-MANY_TOKENS = 256
+MANY_TOKENS = 512
 """In a step, most of them of prompts: with so many a faster path of some CPUs is worth preparing its new shapes."""
 
 
