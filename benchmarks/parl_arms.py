@@ -38,14 +38,8 @@ MEMORY_GIB = 2.0
 2M tokens (1.6M). 128 episodes of at most 10,240 tokens take 1.3M, 512 workers of 1,100 take 0.6M."""
 LR = parl().rl.learner.optimizer.lr
 COOLDOWN = parl().rl.cooldown
-EXTRA = parl().rl.parl
-assert EXTRA is not None
-EXTRA_WEIGHT = EXTRA.parallel
 NANO_LR, NANO_COOLDOWN = 3e-4, 12
 """Of the released model's arms on a CPU: a quarter of the episodes an iteration, and half of the iterations."""
-NANO_EXTRA_WEIGHT = 1.0
-"""With so few episodes an iteration has one or two that hand out everything. At half of this weight workers came to
-half of the wide tasks in thirteen iterations, and 24 iterations were over before the weight had gone."""
 CPU_EPISODE_SECONDS = 900.0
 CPU_ROW_TOKENS = 4096
 """Longer rows are slower there: 16,384 tokens spend a third of the time on pages of memory that come and go."""
@@ -87,8 +81,6 @@ class Settings:
     ptx: float = 0.0
     """Weight of the loss of workers' dialogues, from the traces that the model was fine-tuned on: it keeps what a model
     can read, and says nothing of when to delegate."""
-    extra: float | None = None
-    """Weight of the instantiation reward and of the finish reward before they fade; None: the recipe's."""
     over: int = 20
     """Iterations in which the extra rewards fade, as in the recipe."""
     spare_steps: int | None = 1
@@ -119,18 +111,9 @@ def _beside(settings: Settings) -> list[str]:
     """What is not as in the arm of the bars."""
     lr, cooldown = (NANO_LR, NANO_COOLDOWN) if settings.recipe == "nano" else (LR, COOLDOWN)
     numbers = {"cap": (settings.trained_cap, 1.0), "lr": (settings.lr, lr), "ptx": (settings.ptx, 0.0),
-               "cooldown": (settings.cooldown, cooldown),
-               "extra": (extra_of(settings), usual_extra(settings))}  # fmt: skip
+               "cooldown": (settings.cooldown, cooldown)}  # fmt: skip
     unlike = [f"{name}{value:g}" for name, (value, usual) in numbers.items() if value != usual]
     return unlike if settings.mix is None else [settings.mix, *unlike]
-
-
-def extra_of(settings: Settings) -> float:
-    return usual_extra(settings) if settings.extra is None else settings.extra
-
-
-def usual_extra(settings: Settings) -> float:
-    return NANO_EXTRA_WEIGHT if settings.recipe == "nano" else EXTRA_WEIGHT
 
 
 def start_of(settings: Settings) -> str:
@@ -178,8 +161,7 @@ def rl_config(settings: Settings) -> RLConfig:
     assert base.parl is not None
     rewards: dict[ArmName, Arm] = {"no-finish": "no_finish", "joint": "full", "control": "full", "serial": "outcome"}
     chosen: Arm = rewards.get(settings.arm) or next(each for each in get_args(Arm) if each == settings.arm)
-    weight = extra_of(settings)
-    rewarded = arm(chosen, replace(base.parl, over=settings.over, parallel=weight, finish=weight))
+    rewarded = arm(chosen, replace(base.parl, over=settings.over))
     if settings.arm == "joint":
         rewarded = replace(rewarded, workers="joint")
     config = replace(
@@ -227,7 +209,7 @@ def given(settings: Settings) -> dict[str, Any]:
     """Of the settings, what a row's numbers depend on beside its name."""
     names = ("tasks", "samples", "lr", "cooldown", "ptx", "over", "spare_steps")
     return {
-        "wanted": settings.iterations, "models": models_of(settings), "extra": extra_of(settings),
+        "wanted": settings.iterations, "models": models_of(settings),
         **{name: getattr(settings, name) for name in names},
     }  # fmt: skip
 

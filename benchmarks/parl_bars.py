@@ -15,7 +15,7 @@ from perilune.report.plots import Plot, Series, Threshold, save_png
 
 SEEDS = 3
 KINDS = ("wide", "narrow", "chain")
-ALIKE = ("tasks", "samples", "lr", "cooldown", "ptx", "extra", "over", "spare_steps")
+ALIKE = ("tasks", "samples", "lr", "cooldown", "ptx", "over", "spare_steps")
 """Settings that seeds of one arm are to have in common."""
 
 
