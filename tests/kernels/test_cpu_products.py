@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import pytest
 import torch
@@ -14,22 +14,31 @@ from perilune.kernels.cpu_products import fast_products
 
 
 def precision() -> str:
-    return torch.backends.mkldnn.matmul.fp32_precision
+    """Of torch itself, which refuses to tell when its switches contradict one another."""
+    return torch.get_float32_matmul_precision()
+
+
+def settings() -> tuple[str, ...]:
+    return precision(), *settings_of_backends()
+
+
+def settings_of_backends() -> tuple[str, str]:
+    return torch.backends.mkldnn.matmul.fp32_precision, torch.backends.cuda.matmul.fp32_precision
 
 
 @pytest.fixture
 def switched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As on a processor where oneDNN is ahead, and exact."""
     monkeypatch.setattr(cpu_products, "onednn_is_ahead", lambda: True)
-    before = precision()
+    before = settings()
     yield
-    assert precision() == before
+    assert settings() == before
 
 
 def test_products_have_float32s_rounding_wherever_they_are_taken() -> None:
     if not cpu_products.onednn_is_ahead():
         with fast_products("cpu"):
-            assert precision() == "none"  # left alone: nothing else to see on this processor
+            assert precision() == "highest"  # left alone: nothing else to see on this processor
     generator = torch.Generator().manual_seed(0)
     for m, k, n in ((7, 64, 33), (300, 256, 704), (1024, 704, 256)):
         a, b = torch.randn(m, k, generator=generator), torch.randn(k, n, generator=generator)
@@ -68,7 +77,35 @@ def test_products_are_left_alone_elsewhere_and_where_bits_matter() -> None:
         with fast_products(device, bits_matter=bits_matter):
             assert precision() == before
     with fast_products(torch.device("cpu")):
-        assert precision() == "bf16"
+        assert precision() == "medium"
+
+
+@pytest.mark.usefixtures("switched")
+def test_products_are_left_alone_where_what_was_set_cannot_be_set_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    try:
+        torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+        with pytest.raises(RuntimeError, match="mix of the legacy and new APIs"):
+            precision()
+        with fast_products("cpu"):
+            assert settings_of_backends() == ("bf16", "none")
+    finally:
+        torch.backends.mkldnn.matmul.fp32_precision = "none"
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with fast_products("cpu"):
+        assert precision() == "highest"
+
+
+@pytest.mark.usefixtures("switched")
+def test_what_was_asked_for_before_comes_back() -> None:
+    try:
+        torch.set_float32_matmul_precision("high")
+        before = settings()
+        with fast_products("cpu"):
+            assert precision() == "medium"
+        assert settings() == before
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.mkldnn.matmul.fp32_precision = torch.backends.cuda.matmul.fp32_precision = "none"
 
 
 @pytest.mark.usefixtures("switched")
@@ -90,14 +127,14 @@ def test_a_torch_without_the_switch_is_left_alone(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.usefixtures("switched")
 @given(st.lists(st.sampled_from(["in", "out"]), max_size=24))
 def test_the_switch_is_on_while_anybody_wants_it(steps: list[str]) -> None:
-    before, entered = precision(), list[object]()
+    before, entered = precision(), list[AbstractContextManager[None]]()
     for step in steps:
         if step == "in":
             entered.append(context := fast_products("cpu"))
             context.__enter__()
         elif entered:
             entered.pop(0).__exit__(None, None, None)  # those who came first leave first, as threads do
-        assert precision() == ("bf16" if entered else before)
+        assert precision() == ("medium" if entered else before)
     for context in entered:
         context.__exit__(None, None, None)
     assert precision() == before
@@ -118,4 +155,4 @@ def test_threads_side_by_side_leave_the_switch_as_it_was() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert seen == ["bf16"] * 800
+    assert seen == ["medium"] * 800

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -28,7 +29,7 @@ TRIED = ((64, 64, 64), (37, 256, 704), (1024, 256, 256), (1024, 704, 256))
 @contextmanager
 def fast_products(device: torch.device | str, *, bits_matter: bool = False) -> Iterator[None]:
     """For code that trains in shapes which come again. `bits_matter`: products are to be those of code outside."""
-    if bits_matter or torch.device(device).type != "cpu" or not onednn_is_ahead():
+    if bits_matter or torch.device(device).type != "cpu" or _is_kept() or not onednn_is_ahead():
         yield
         return
     with by_onednn():
@@ -39,6 +40,16 @@ def fast_products(device: torch.device | str, *, bits_matter: bool = False) -> I
 def onednn_is_ahead() -> bool:
     """Whether oneDNN computes faster here, and as exactly."""
     return _is_amd() and torch.backends.cpu.get_cpu_capability() == "AVX512" and _is_exact()
+
+
+def _is_kept() -> bool:
+    """Whether the switch is to stay as it is: it would allow TF32 to a process that uses CUDA, and what was set through
+    old and new interfaces of torch cannot be read, so it could not be set again."""
+    try:
+        torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return True
+    return torch.cuda.is_initialized()
 
 
 @cache
@@ -64,25 +75,35 @@ def _is_exact() -> bool:
 
 
 class _Switch:
-    """On while anybody wants it; then what it was before."""
+    """On while anybody wants it; then what it was before.
+
+    Through torch's old interface, which sets all backends: after the new one, which sets oneDNN's alone, torch refuses
+    to say its precision, and torch.compile asks.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._wanted = 0
-        self._before = "none"
+        self._before = ("highest", "none", "none")
 
     def on(self) -> None:
         with self._lock:
             if not self._wanted:
-                self._before = torch.backends.mkldnn.matmul.fp32_precision
-                torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+                self._before = (torch.get_float32_matmul_precision(), *(each.fp32_precision for each in _backends()))
+                torch.set_float32_matmul_precision("medium")
             self._wanted += 1
 
     def off(self) -> None:
         with self._lock:
             self._wanted -= 1
             if not self._wanted:
-                torch.backends.mkldnn.matmul.fp32_precision = self._before
+                torch.set_float32_matmul_precision(self._before[0])
+                for backend, before in zip(_backends(), self._before[1:], strict=True):
+                    backend.fp32_precision = before
+
+
+def _backends() -> tuple[Any, Any]:
+    return torch.backends.mkldnn.matmul, torch.backends.cuda.matmul
 
 
 _SWITCH = _Switch()
