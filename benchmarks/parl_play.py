@@ -33,7 +33,7 @@ from perilune.rl.environment import OUTCOME, Task
 from perilune.rl.environments.wide_search import CRITICAL_STEPS, WideSearch
 from perilune.rl.parl import by_kind
 from perilune.rl.rollout import Collected, Job, Rollouts
-from perilune.rl.talk import Workers
+from perilune.rl.talk import TalkConfig, Workers
 from perilune.rl.trajectory import Trajectory
 from perilune.rl.workers import frozen_workers
 from perilune.serve.async_engine import AsyncEngine
@@ -74,6 +74,11 @@ def _is_wide(task: Task) -> bool:
     return task.data["kind"] == "wide"
 
 
+def tested_talk(settings: Settings, trained: TalkConfig) -> TalkConfig:
+    """The cap alone ends an episode: an agent that works alone has as many turns as the cap has steps, and more."""
+    return trained if settings.tiny else replace(trained, max_tokens=8192, max_turns=128)
+
+
 async def play(
     settings: Settings,
     caps: Sequence[float],
@@ -97,9 +102,7 @@ async def play(
         stop_here(settings, f"{left(settings):.0f} s are too few to open it and test")
     model, tokenizer, _ = load_run(settings.out / name_of(settings), device=device)
     frozen, frozen_tokenizer, _ = load_run(settings.out / start_of(settings), device=device)
-    talk = replace(config.rollout.talk, temperature=temperature)
-    if not settings.tiny:  # the cap ends an episode; an agent alone has twice as many turns at twice the cap
-        talk = replace(talk, max_tokens=8192, max_turns=128)
+    talk = replace(tested_talk(settings, config.rollout.talk), temperature=temperature)
     told = replace(config.rollout.workers, temperature=temperature)
     engine = AsyncEngine(Engine(model, tokenizer, replace(config.engine, max_queue=1 << 20), device=device))
     if settings.arm == "joint":

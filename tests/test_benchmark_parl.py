@@ -186,13 +186,23 @@ def test_an_arm_from_other_traces_has_a_name_of_its_own_and_is_not_the_arm_of_th
     assert script.arm_of(shared) == "outcome" and script.start_of(shared) == script.start_of(own)
     assert script.name_of(second) == "outcome-full-1" and script.name_of(shared) == "outcome-full-models0-1"
     assert script.name_of(replace(own, models=0)) == script.name_of(own)
-    released = replace(own, recipe="nano", lr=3e-4, cooldown=8)
+    released = replace(own, recipe="nano", lr=3e-4, cooldown=12)
     assert script.name_of(released) == "outcome-nano-0" and script.arm_of(released) == "outcome"
     assert script.arm_of(replace(released, lr=2e-4)) == "outcome, lr0.0002"
     with pytest.raises(SystemExit, match="sft --mix all-at-once --recipe full --seed 0 makes it"):
         script.train(other)
     with pytest.raises(SystemExit, match="train the arm first"):
         script.test(other)
+
+
+@pytest.mark.parametrize("arm", ["full", "outcome", "serial"])
+def test_agents_have_turns_for_every_cap_that_they_are_tested_at(monkeypatch, arm):
+    script = load_script(monkeypatch, "parl_play")
+    arms = load_script(monkeypatch, "parl_arms")
+    settings = arms.Settings(step="test", arm=arm)
+    talk = script.tested_talk(settings, arms.rl_config(settings).rollout.talk)
+    bounded = [cap for cap in (*arms.CAPS, *arms.SERIAL_CAPS) if cap < 1000]
+    assert all(talk.max_turns >= script.CRITICAL_STEPS * cap for cap in bounded)
 
 
 def test_an_arm_of_the_plain_recipe_is_trained_by_adamw_too(monkeypatch, tmp_path):
