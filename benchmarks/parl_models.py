@@ -73,7 +73,7 @@ BASE_STEPS = 1000
 """131M tokens, six for every parameter: three to four times what seven libraries and the corpus hold."""
 SFT_STEPS = 2400
 """Seven times through the dialogues without those that are told: a worker that is right in 255 of 256 lookups."""
-NANO_STEPS = 130
+NANO_STEPS = 200
 """The released model knows both roles, and delegates nine wide questions in ten: it is to learn to work alone."""
 NANO_LR = 8e-4
 """Two thirds of what it was fine-tuned with."""
