@@ -103,7 +103,7 @@ class _Switch:
 
 
 def _backends() -> tuple[Any, Any]:
-    return torch.backends.mkldnn.matmul, torch.backends.cuda.matmul
+    return torch.backends.mkldnn.matmul, torch.backends.cuda.matmul  # pyrefly: ignore
 
 
 _SWITCH = _Switch()
