@@ -9,10 +9,10 @@
     python benchmarks/parl.py report                              every bar with what was measured
     python benchmarks/parl.py all --tiny --out DIR                everything in miniature, on a CPU
 
-On two CPU cores, from the released model, in an hour:
+On two CPU cores, from the released model, in an hour and a half:
 
     python benchmarks/parl_models.py sft --recipe nano --orchestrators 5000 --workers 9000 --told 900 --limit 3000
-    python benchmarks/parl.py arm --recipe nano --tasks 4 --iterations 24 --over 8 --cooldown 8 --lr 3e-4 --tested 32
+    python benchmarks/parl.py arm --recipe nano --tasks 4 --iterations 40 --over 8 --cooldown 12 --lr 3e-4 --tested 32
                                   --shown 8 --seconds 6000 --arm full           and beside it --arm outcome
     python benchmarks/parl.py report --recipe nano
 
