@@ -3,8 +3,8 @@
     python benchmarks/cpu_products.py            a minute on one core
 
 Every line is both ways in turn, best of several: products of a training step, forward and backward; a training step of
-`nano_text`; prompts read by the released model. Errors are against float64, as a share of the
-norm. Where the processor is none for oneDNN the script says so and measures all the same, with the switch on by hand.
+`nano_text`; prompts read by the released model. Errors are against float64, as a share of the norm. Where the processor
+is none for oneDNN the script says so and measures all the same, with the switch on by hand.
 Writes benchmarks/results/cpu_products.json.
 """
 

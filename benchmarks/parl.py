@@ -9,7 +9,7 @@
     python benchmarks/parl.py report                              every bar with what was measured
     python benchmarks/parl.py all --tiny --out DIR                everything in miniature, on a CPU
 
-On two CPU cores, from the released model, in an hour and a half:
+On two CPU cores, from the released model, in an hour and a half, a thread for each arm (OMP_NUM_THREADS=1):
 
     python benchmarks/parl_models.py sft --recipe nano --orchestrators 5000 --workers 9000 --told 900 --limit 3000
     python benchmarks/parl.py arm --recipe nano --tasks 4 --iterations 40 --over 8 --cooldown 12 --lr 3e-4 --tested 32

@@ -3,7 +3,7 @@
     with fast_products(device):
         loss.backward()
 
-On an EPYC with AVX-512 a product of 1,024 x 256 x 704 does 238 in place of 106 GFLOP/s on one core, with float32's
+On an EPYC with AVX-512 a product of 1,024 x 256 x 704 does 237 in place of 107 GFLOP/s on one core, with float32's
 rounding (`python benchmarks/cpu_products.py`). torch's switch for that path allows rounding to bfloat16 too, and oneDNN
 takes it where the processor has units for it: so it is used only where products of several shapes are seen to be exact.
 
