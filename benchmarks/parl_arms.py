@@ -81,7 +81,7 @@ class Settings:
     ptx: float = 0.0
     """Weight of the loss of workers' dialogues, from the traces that the model was fine-tuned on: it keeps what a model
     can read, and says nothing of when to delegate."""
-    over: int = 20
+    over: int = 16
     """Iterations in which the extra rewards fade, as in the recipe."""
     spare_steps: int | None = 1
     """Steps beyond the oracle's on narrow tasks and chains; None: the cap of wide ones."""
@@ -181,10 +181,11 @@ def rl_config(settings: Settings) -> RLConfig:
         rollout = replace(config.rollout, talk=talk, workers=talk)
         config = replace(config, engine=engine, worker_engine=engine, pool=8, rollout=rollout)
     elif torch.cuda.is_available():
-        # Few and long rows: each costs the host some thousand launches.
+        # Few and long rows, since each costs the host some thousand launches; twice as long ones of a dozen arms would
+        # not fit on one card.
         memory = settings.memory_gib
         config = replace(config, engine=replace(base.engine, memory_gib=memory), worker_engine=replace(
-            base.worker_engine or base.engine, memory_gib=memory), learner=replace(config.learner, row_tokens=65_536),
+            base.worker_engine or base.engine, memory_gib=memory), learner=replace(config.learner, row_tokens=32_768),
         )  # fmt: skip
     elif settings.recipe == "nano":  # all episodes take a minute there, and those of the other arm as long
         config = replace(config, rollout=replace(config.rollout, episode_seconds=CPU_EPISODE_SECONDS),

@@ -55,10 +55,10 @@ def parl() -> RLRunConfig:
             wide_search=WideSearch(spare_steps=1, reply_tokens=1024, worker_reply_tokens=192)
         ),
         rl=RLConfig(
-            # The skill is there after thirty, the extra rewards are gone after twenty more, and what is left when only
-            # the outcome is paid takes as many again to settle: at a rate that falls.
-            iterations=80,
-            cooldown=40,
+            # The skill is there after fifteen, the extra rewards are gone after sixteen more, and what is left when
+            # only the outcome is paid takes as many again to settle: at a rate that falls.
+            iterations=64,
+            cooldown=32,
             tasks=16,
             rollout=RolloutConfig(
                 group_size=8,
@@ -72,7 +72,7 @@ def parl() -> RLRunConfig:
             worker_engine=EngineConfig(max_sequences=512, token_budget=8192, max_length=4096),
             # A tenth of the episodes with eleven workers each is one task an episode already: rewards that fade then
             # fade before the skill is there. Four means that a third of the episodes have them.
-            parl=ParlConfig(least_assigned=4.0, over=20),
+            parl=ParlConfig(least_assigned=4.0, over=16),
         ),
         evaluation=EvaluationConfig(tasks=64, every=20),
     )
