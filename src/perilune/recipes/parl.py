@@ -57,8 +57,8 @@ def parl() -> RLRunConfig:
         rl=RLConfig(
             # The skill is there after fifteen, the extra rewards are gone after sixteen more, and what is left when
             # only the outcome is paid takes as many again to settle: at a rate that falls.
-            iterations=64,
-            cooldown=32,
+            iterations=48,
+            cooldown=24,
             tasks=16,
             rollout=RolloutConfig(
                 group_size=8,
