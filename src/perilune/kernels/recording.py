@@ -7,6 +7,8 @@ What this promises:
   * recordings of one process come one after the other, whoever makes them (`RECORDING`);
   * they are made on a stream that nobody else has. PyTorch hands out 32 streams in turn: the 33rd is the first again,
     and work that another thread puts on a stream while it is being recorded either ends up in the graph or breaks it;
+  * Python collects no garbage meanwhile: an old graph among it would be destroyed by the thread that records, which
+    breaks the recording (PyTorch collected before each one until 2.8);
   * after a recording that broke, work goes on. It leaves PyTorch (2.13 too) on the stream of the recording and its
     allocator waiting for the end of it.
 """
@@ -14,6 +16,7 @@ What this promises:
 from __future__ import annotations
 
 import ctypes
+import gc
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -54,7 +57,7 @@ def recording(graph: torch.cuda.CUDAGraph, device: torch.device, *, memory: Any 
     memory = torch.cuda.graph_pool_handle() if memory is None else memory
     # A graph records a stream of the current device: what runs on another would run now, and never again. By thread:
     # another one may take memory meanwhile, which would break a recording of all threads.
-    with RECORDING, torch.cuda.device(device), torch.cuda.stream(torch.cuda.current_stream(device)):
+    with RECORDING, no_collection(), torch.cuda.device(device), torch.cuda.stream(torch.cuda.current_stream(device)):
         try:
             with torch.cuda.graph(graph, pool=memory, stream=stream_of(device), capture_error_mode="thread_local"):
                 yield
@@ -62,3 +65,15 @@ def recording(graph: torch.cuda.CUDAGraph, device: torch.device, *, memory: Any 
             with suppress(RuntimeError, AttributeError):  # ended already, or another PyTorch
                 torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), memory)
             raise
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Python's cyclic garbage stays where it is, in all threads."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
