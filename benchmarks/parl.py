@@ -6,6 +6,7 @@
     python benchmarks/parl.py test --arm full --out DIR           test tasks at half, once and twice the cap
     python benchmarks/parl.py audit --arm full --out DIR          judge every stored episode again
     python benchmarks/parl.py best-of --out DIR                   the serial agent, N samples, as many tokens
+    python benchmarks/parl.py one-by-one --arm full --out DIR     seconds that one wide task takes, nothing beside it
     python benchmarks/parl.py report                              every bar with what was measured
     python benchmarks/parl.py all --tiny --out DIR                everything in miniature, on a CPU
 
@@ -75,7 +76,7 @@ from parl_arms import (
 from parl_models import KEY, Recipe, gather_rows
 from parl_models import Settings as Models
 from parl_models import main as make_models
-from parl_play import best_of, test
+from parl_play import best_of, one_by_one, test
 from parl_traces import Mix
 from rl_base import is_there
 from rl_rows import add_rows, read_rows, say
@@ -318,16 +319,23 @@ def main(settings: Settings) -> None:
         for name in ("serial", "full"):
             whole_arm(replace(settings, arm=name, recipe="plain"))
         best_of(settings)
+        for name in ("serial", "full"):
+            one_by_one(replace(settings, arm=name))
     elif settings.step == "arm":
         whole_arm(settings)
     elif settings.step != "report":
-        {"train": train, "test": test, "audit": audit, "best-of": best_of}[settings.step](settings)
+        {"train": train, "test": test, "audit": audit, "best-of": best_of, "one-by-one": one_by_one}[settings.step](
+            settings
+        )
     if settings.step in ("report", "all"):
         from parl_bars import bars_text, plot_spawn
 
         print(bars_text(read_rows(settings.results), tiny=settings.tiny, recipe=settings.recipe))
         if settings.plot is not None:
-            print(f"\n{plot_spawn(read_rows(settings.results), settings.plot, recipe=settings.recipe)}")
+            rows, path = read_rows(settings.results), settings.plot
+            narrow = path.with_stem(f"{path.stem}_narrow")
+            print(f"\n{plot_spawn(rows, path, recipe=settings.recipe)}")
+            print(plot_spawn(rows, narrow, recipe=settings.recipe, kind="narrow"))
 
 
 def whole_arm(settings: Settings) -> None:

@@ -50,7 +50,7 @@ CURVES = ("spawn", "outcome", "parallel", "finish", "width", "critical_steps", "
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    step: tyro.conf.Positional[Literal["train", "test", "audit", "arm", "best-of", "report", "all"]]
+    step: tyro.conf.Positional[Literal["train", "test", "audit", "arm", "best-of", "one-by-one", "report", "all"]]
     arm: ArmName = "full"
     mix: Mix | None = None
     """Traces that the arm starts from, in place of its own."""
@@ -97,7 +97,7 @@ class Settings:
     """Rows of other machines to add first."""
     tiny: bool = False
     plot: Path | None = None
-    """With report: a picture of how often arms work with workers, by iteration."""
+    """With report: a picture of how often arms work with workers, by iteration, and PATH_narrow for narrow tasks."""
     commit: str = ""
     results: Path = Path("benchmarks/results/parl.json")
 

@@ -15,6 +15,8 @@ from perilune.report.plots import Plot, Series, Threshold, save_png
 
 SEEDS = 3
 KINDS = ("wide", "narrow", "chain")
+FEW_POINTS = 40
+"""Up to so many iterations are drawn as points on a line."""
 ALIKE = ("tasks", "samples", "lr", "cooldown", "ptx", "over", "spare_steps")
 """Settings that seeds of one arm are to have in common."""
 
@@ -54,21 +56,23 @@ def _as_the_full(rows: Sequence[Row], recipe: str) -> list[Row]:
     return [{**row, "recipe": "full"} for row in rows if row.get("recipe") == "nano"]
 
 
-def plot_spawn(rows: Sequence[Row], path: Path, *, recipe: str = "full") -> Path:
-    """Episodes of wide tasks with a worker by iteration, of every seed that was trained."""
+def plot_spawn(rows: Sequence[Row], path: Path, *, recipe: str = "full", kind: str = "wide") -> Path:
+    """Episodes with a worker by iteration, of every seed that was trained, of arms that have tools for workers."""
     trained = [row for row in _as_the_full(rows, recipe) if row.get("row") == "train" and not row.get("tiny")]
-    arms = list(dict.fromkeys(row["arm"] for row in trained if row.get("recipe", "full") == "full"))
+    arms = dict.fromkeys(row["arm"] for row in trained if row.get("recipe", "full") == "full")
     series = []
-    for colour, arm in enumerate(arms):
+    for colour, arm in enumerate(arm for arm in arms if arm != "serial"):
         for row in _of(trained, "train", arm):
-            spawn = row["curves"]["wide"]["spawn"]
+            spawn = row["curves"].get(kind, {}).get("spawn", ())
             seen = [(number, share) for number, share in enumerate(spawn, start=1) if share is not None]
             name = arm if not any(each.colour == colour for each in series) else ""
             series.append(Series(name=name, x=[number for number, _ in seen], y=[share for _, share in seen],
-                                 points=True, colour=colour))  # fmt: skip
+                                 points=len(spawn) <= FEW_POINTS, colour=colour))  # fmt: skip
+    wanted = Threshold(value=0.05, name="collapse") if kind == "wide" else Threshold(value=0.2, name="at most")
+    titles = {"wide": "Workers on wide tasks", "narrow": "Workers on narrow tasks", "chain": "Workers on chains"}
     plot = Plot(
-        title="Workers on wide tasks", x_label="iteration", y_label="share of episodes with a worker", series=series,
-        from_zero=True, thresholds=[Threshold(value=0.05, name="collapse")],
+        title=titles[kind], x_label="iteration", y_label="share of episodes with a worker", series=series,
+        from_zero=True, thresholds=[wanted],
     )  # fmt: skip
     return save_png(plot, path)
 
@@ -238,9 +242,14 @@ def _latency(rows: Sequence[Row]) -> Bar:
         reached = "" if best >= f1_of(swarm) else f"F1 {f1_of(swarm):.2f} not reached by the serial agent; "
         told.append(
             f"{reached}{needed / _steps(fast):.1f}x at F1 {wanted:.2f}: {needed:.1f} steps against {_steps(fast):.1f}; "
-            f"wall-clock of all wide tasks {_number(wide_seconds(slow), '.0f')} s against "
+            f"wall-clock of all wide tasks at once {_number(wide_seconds(slow), '.0f')} s against "
             f"{_number(wide_seconds(fast), '.0f')} s"
         )
+    told += [
+        f"one task at a time {single['each_seconds']['mean']:.2f} s (F1 {f1_of(single):.2f}) against "
+        f"{swarm['each_seconds']['mean']:.2f} s (F1 {f1_of(swarm):.2f})"
+        for swarm, single in _paired(_of(rows, "one-by-one", "full"), _of(rows, "one-by-one", "serial"))
+    ]
     met = all(ratio >= 3 for ratio in ratios) if ratios else None
     return Bar(goal="latency", bar="critical steps at equal F1 >= 3x lower", measured="; ".join(told), met=met,
                seeds=len(ratios))  # fmt: skip
@@ -267,12 +276,18 @@ def _hollow(rows: Sequence[Row]) -> Bar:
     met = all(value is not None and value >= 0.9 for value in finished)
     met = met and all(value is not None and value <= 0.1 for value in unused)
     told = [
-        f"{name} {_each(rows_of, lambda row, key=key: _last(row, 'wide', key))}"
+        f"{name} {_each(rows_of, lambda row, key=key: _last(row, 'wide', key), '.3f')}"
         for name, key, rows_of in (
             ("finish", "finished", found), ("unused", "unused", found),
             ("paid for instantiation alone: unused", "unused", contrast),
         )
     ]  # fmt: skip
+    if greedy := [row for row in _over(_of(rows, "test", "full", cap=1.0)) if "wide" in row["kinds"]]:
+        shares = ((name, _each(greedy, lambda row, key=key: row["kinds"]["wide"].get(key), ".3f"))
+                  for name, key in (("finish", "finished"), ("unused", "unused")))  # fmt: skip
+        told.append(f"greedy test tasks: {', '.join(f'{name} {values}' for name, values in shares)}")
+    if contrast:
+        told.append(f"workers where it is paid for instantiation alone: {_spawn_by_kind(contrast)}")
     return Bar(goal="no hollow work", bar="finish >= 0.9; unused workers <= 10%", measured="; ".join(told),
                met=met if finished else None, seeds=len(finished))  # fmt: skip
 

@@ -1,5 +1,5 @@
-"""Trained arms of benchmarks/parl.py at test tasks: at every cap, and the serial agent with N samples for as many
-tokens as the swarm writes. No script of its own.
+"""Trained arms of benchmarks/parl.py at test tasks: at every cap, one question at a time, and the serial agent with N
+samples for as many tokens as the swarm writes. No script of its own.
 """
 
 import asyncio
@@ -55,6 +55,8 @@ class Played:
     failures: Counter[str]
     wide_seconds: float
     seconds: float
+    each_seconds: tuple[float, ...] = ()
+    """Of every wide task, where they were played one after another."""
 
     @property
     def wide(self) -> list[Trajectory]:
@@ -87,9 +89,10 @@ async def play(
     samples: int = 1,
     temperature: float = 0.0,
     wide_only: bool = False,
+    one_by_one: bool = False,
 ) -> None:
     """Test tasks by the trained arm at every cap; `tell` hears of each. SystemExit AGAIN before a cap that there is no
-    time for."""
+    time for. `one_by_one`: wide tasks alone, each when the one before it is over."""
     device, config = device_of(settings), rl_config(settings)
     if not (done := iterations_done(settings)):
         raise SystemExit(f"{str(settings.out)!r} has no {name_of(settings)}: train the arm first")
@@ -122,8 +125,22 @@ async def play(
         began = time.monotonic()
         return await rollouts.collect(jobs, iteration=0), time.monotonic() - began
 
+    async def alone(cap: float) -> Played:
+        environment, (wide, _) = wide_search(settings, cap), tasks_at(settings, cap)
+        await batch(environment, wide[:1])  # shapes that are new are recorded and compiled here
+        played = [await batch(environment, [task]) for task in wide]
+        each = tuple(seconds for _, seconds in played)
+        trajectories = tuple(found for collected, _ in played for found in collected.trajectories)
+        failures = sum((Counter(collected.failures) for collected, _ in played), Counter[str]())
+        return Played(cap=cap, trajectories=trajectories, failures=failures, wide_seconds=sum(each), seconds=sum(each),
+                      each_seconds=each)  # fmt: skip
+
     expected = FIRST_SECONDS
     try:
+        if one_by_one:
+            for cap in caps:
+                tell(await alone(cap))
+            return
         for cap in caps:
             if left(settings) < expected:
                 stop_here(settings, f"{left(settings):.0f} s are too few to test at {cap:g} times the cap")
@@ -182,6 +199,27 @@ def f1s_of(settings: Settings, played: Played) -> dict[str, float]:
     lost has none."""
     places = {task.name: place for place, task in enumerate(tasks_at(settings, played.cap)[0])}
     return {str(places[each.task]): round(each.facets[OUTCOME], 4) for each in played.wide}
+
+
+# One at a time --------------------------------------------------------------------------------------------------------
+
+
+def one_by_one(settings: Settings) -> None:
+    """How long one who asks has to wait, when nobody else does: wide tasks one after another. The swarm at the cap, the
+    serial agent with as many steps as it likes: it takes those to come near. To be run alone on a machine."""
+    cap = max(SERIAL_CAPS) if settings.arm == "serial" else 1.0
+
+    def tell(played: Played) -> None:
+        row = {
+            "row": "one-by-one", "name": name_of(settings), "arm": arm_of(settings), "cap": cap,
+            "kinds": by_kind(played.trajectories), "wide_f1": interval([each.facets[OUTCOME] for each in played.wide]),
+            "each_seconds": interval(played.each_seconds), "slowest_seconds": round(max(played.each_seconds), 3),
+            "episodes": len(played.trajectories), "failures": dict(played.failures),
+            "iterations": iterations_done(settings), "tested": settings.tested, **given(settings),
+        }  # fmt: skip
+        record(settings, row, played.seconds)
+
+    asyncio.run(play(settings, (cap,), tell, wide_only=True, one_by_one=True))
 
 
 # As many tokens -------------------------------------------------------------------------------------------------------

@@ -316,6 +316,10 @@ def test_models_are_made_arms_are_trained_tested_and_continued_on_a_cpu(arm, tmp
     assert "1 of 2 iterations; the same command goes on" in capsys.readouterr().out
     _leaves_out_what_is_there(script, made, capsys)
     _is_a_run_that_others_read(script, made, capsys)
+    script.one_by_one(made)
+    (alone,) = [each for each in script.read_rows(made.results) if each["row"] == "one-by-one"]
+    assert alone["episodes"] == 2 and alone["cap"] == 1.0 and set(alone["kinds"]) == {"wide"}
+    assert 0 < alone["each_seconds"]["mean"] <= alone["slowest_seconds"]
 
 
 def test_workers_dialogues_are_learnt_from_beside(arm, capsys):
@@ -436,6 +440,10 @@ def test_every_command_of_the_queue_has_options_that_exist(monkeypatch):
                 seen.append(tyro.cli(script.Settings, args=words[2:]))
     assert {"parl", "parl_models"} <= names
     seen = [each for each in seen if hasattr(each, "recipe")]
-    arms = {(each.arm, each.recipe, each.seed) for each in seen if getattr(each, "step", "") == "arm"}
-    assert {(arm, "full", seed) for arm in ("full", "outcome", "serial") for seed in range(3)} <= arms
-    assert {("serial", "plain", 0), ("full", "plain", 0), ("no-finish", "full", 0), ("blog", "full", 0)} <= arms
+    arms = {(each.arm, each.recipe, each.seed) for each in seen if getattr(each, "step", "") in ("arm", "train")}
+    rows = json.loads((FOLDER / "results/parl.json").read_text())
+    done = {(row["arm"], row["recipe"], row["seed"]) for row in rows if row["row"] == "train"}
+    asked = {(arm, recipe, seed) for arm, recipe in (
+        ("full", "full"), ("outcome", "full"), ("serial", "full"), ("joint", "full"), ("control", "full"),
+        ("serial", "plain"), ("full", "plain")) for seed in range(3)}  # fmt: skip
+    assert asked | {("no-finish", "full", 0), ("blog", "full", 0)} <= arms | done

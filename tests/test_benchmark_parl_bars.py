@@ -117,7 +117,7 @@ def test_equal_quality_is_looked_for_between_the_caps_of_the_serial_agent(bars):
     quick = [a_test("full", 0.9, 6.0, seconds=11.0), *serial]
     assert told(bars, quick)["latency"] == "yes, 1 of 3 seeds"
     assert "5.0x at F1 0.90: 30.0 steps against 6.0" in measured(bars, quick)["latency"]
-    assert "wall-clock of all wide tasks 60 s against 11 s" in measured(bars, quick)["latency"]
+    assert "wall-clock of all wide tasks at once 60 s against 11 s" in measured(bars, quick)["latency"]
     assert told(bars, [a_test("full", 0.9, 12.0), *serial])["latency"] == "NO, 1 of 3 seeds"
 
 
@@ -237,5 +237,29 @@ def test_a_plot_shows_every_arm_and_leaves_out_iterations_without_wide_tasks(bar
     assert [(each.name, list(each.x), list(each.y)) for each in drawn[0].series] == [
         (name, [1, 3], [0.1, 0.3]) for name in ("full", "", "outcome", "")
     ]
-    bars.plot_spawn([*rows, other], tmp_path / "b.png")
-    assert [list(each.y) for each in drawn[1].series] == [[0.9]]
+    alone = trained("serial", wide=0.0, curves={"wide": {"spawn": [0.0]}})
+    bars.plot_spawn([*rows, other, alone], tmp_path / "b.png")
+    assert [list(each.y) for each in drawn[1].series] == [[0.9]]  # who has no tools for workers is not shown
+    narrow = trained("full", wide=0.9, curves={"narrow": {"spawn": [0.2, 0.4]}})
+    bars.plot_spawn([narrow], tmp_path / "c.png", kind="narrow")
+    assert drawn[2].title == "Workers on narrow tasks" and [list(each.y) for each in drawn[2].series] == [[0.2, 0.4]]
+
+
+def test_hollow_work_of_samples_is_judged_and_that_of_greedy_tasks_told(bars):
+    told_last = {"wide": {"spawn": 0.9, "finished": 0.97, "unused": 0.11}}
+    greedy = a_test("full", 0.9, 6.0)
+    greedy["kinds"]["wide"] |= {"finished": 0.99, "unused": 0.04}
+    rows = [trained("full", wide=0.9, last_fifth=told_last), greedy, trained("instantiation", wide=1.0, narrow=0.9)]
+    said = measured(bars, rows)["no hollow work"]
+    assert "finish 0.970; unused 0.110" in said and "greedy test tasks: finish 0.990, unused 0.040" in said
+    assert "for instantiation alone: wide 1.00; narrow 0.90" in said
+    assert told(bars, rows)["no hollow work"].startswith("NO")
+
+
+def test_seconds_of_one_task_at_a_time_are_told_of_both_agents(bars):
+    def alone(arm: str, seconds: float, f1: float) -> dict:
+        return row("one-by-one", arm, each_seconds={"mean": seconds}, wide_f1={"mean": f1})
+
+    rows = [a_test("full", 0.9, 5.0), a_test("serial", 0.9, 30.0), alone("full", 1.5, 0.93), alone("serial", 4.0, 0.8)]
+    assert "one task at a time 4.00 s (F1 0.80) against 1.50 s (F1 0.93)" in measured(bars, rows)["latency"]
+    assert "one task" not in measured(bars, rows[:3])["latency"]
