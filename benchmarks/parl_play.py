@@ -145,6 +145,8 @@ async def play(
             if left(settings) < expected:
                 stop_here(settings, f"{left(settings):.0f} s are too few to test at {cap:g} times the cap")
             wide, others = tasks_at(settings, cap)
+            if cap == caps[0] and not wide_only:  # shapes that are new are recorded and compiled outside of the seconds
+                await batch(wide_search(settings, cap), wide)
             collected, wide_seconds = await batch(wide_search(settings, cap), wide)
             trajectories, failures, seconds = collected.trajectories, Counter(collected.failures), wide_seconds
             if others and not wide_only:

@@ -70,7 +70,7 @@ def test_an_iteration_without_any_episode_is_fine(tmp_path):
         del lost[key]
     page = write_rl_report(folder(tmp_path, [lost | {"episodes": 0}], [])).read_text()
     assert "Episodes lost" in page and "a/b: no verdict" in page and "a/c: 5 s" in page
-    assert "9 of 9 episodes were lost" in page
+    assert "Episodes lost: 9 of 9" in page
 
 
 def test_what_a_policy_wrote_is_text_and_never_markup(tmp_path):

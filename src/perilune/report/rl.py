@@ -143,14 +143,14 @@ def _notes(records: RLRecords) -> list[str]:
     lost = sum(_failures(records.iterations).values())
     episodes = sum(int(number(each.get("episodes")) or 0) for each in records.iterations)
     if lost:
-        notes.append(f"{lost:,} of {lost + episodes:,} episodes were lost; the table below says why.")
+        notes.append(f"Episodes lost: {lost:,} of {lost + episodes:,}; the table below says why.")
     if empty := sum(int(number(each.get("empty")) or 0) for each in records.iterations):
-        notes.append(f"{empty:,} episodes were empty: the policy said nothing. They are judged as what they are.")
+        notes.append(f"Episodes in which the policy said nothing: {empty:,}. They are judged as what they are.")
     equal = sum(int(_get(each, "dropped", "groups with equal rewards") or 0) for each in records.iterations)
     if equal:
-        notes.append(f"{equal:,} groups had equal rewards and taught nothing.")
+        notes.append(f"Groups with equal rewards, which taught nothing: {equal:,}.")
     if skipped := sum(int(number(each.get("skipped")) or 0) for each in records.iterations):
-        notes.append(f"{skipped:,} updates moved nothing: there was nothing to learn, or a gradient was not finite.")
+        notes.append(f"Updates that moved nothing (nothing to learn, or a gradient that is not finite): {skipped:,}.")
     return notes
 
 
