@@ -119,13 +119,13 @@ def _block(reply: Mapping[str, Any], start: int, agent: str) -> Block:
         colour = "worker"
     else:
         colour = "spawn" if set(names) & set(SPAWNING) else "direct"
-    told = "; ".join(f"{name}({_short(call.get('arguments'))})" for name, call in zip(names, calls))
-    return Block(start=start, steps=int(reply["cost"]), colour=colour, told=told or _short(message.get("content")))
+    told = "; ".join(f"{name}({shortened(call.get('arguments'))})" for name, call in zip(names, calls))
+    return Block(start=start, steps=int(reply["cost"]), colour=colour, told=told or shortened(message.get("content")))
 
 
-def _short(value: Any) -> str:
+def shortened(value: Any, room: int = 120) -> str:
     text = value if isinstance(value, str) else json.dumps(value)
-    return text if len(text) <= 120 else f"{text[:117]}..."
+    return text if len(text) <= room else f"{text[: room - 1]}…"
 
 
 def lanes_svg(drawn: Timeline) -> Markup:
@@ -145,7 +145,7 @@ def lanes_svg(drawn: Timeline) -> Markup:
         name = lane.name if len(lane.name) <= 16 else f"{lane.name[:15]}…"
         parts.append(
             f'<text x="{LEFT - 8}" y="{y + 14}" text-anchor="end" style="fill:var(--text)">{escape(name)}'
-            f"<title>{escape(_short(lane.task))}</title></text>"
+            f"<title>{escape(shortened(lane.task))}</title></text>"
         )
         parts += [_drawn(block, LEFT + block.start * unit, y, unit) for block in lane.blocks]
     if hidden:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from perilune.report.lanes import LEGEND, Timeline, Timelines, timeline
+from perilune.report.lanes import LEGEND, Timeline, Timelines, shortened, timeline
 from perilune.report.page import Headline, Page, Plots, Section, Table, write_page
 from perilune.report.plots import Plot, Series, Threshold, number, series_from_records
 
@@ -141,7 +141,7 @@ def _timelines(evaluations: Records) -> list[Timeline]:
                 if str(sample.get("task")) == task and sample.get("events"):
                     outcome = number((sample.get("facets") or {}).get("outcome"))
                     worth = "" if outcome is None else f"outcome {outcome:.2f}. "
-                    found.append(timeline(f"{kind}, {when}", sample["events"], caption=f"{worth}{task[:160]}"))
+                    found.append(timeline(f"{kind}, {when}", sample["events"], caption=worth + shortened(task, 160)))
     return [each for each in found if not each.is_empty]
 
 
