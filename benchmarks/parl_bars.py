@@ -15,6 +15,8 @@ from perilune.report.plots import Plot, Series, Threshold, save_png
 
 SEEDS = 3
 KINDS = ("wide", "narrow", "chain")
+UNCAPPED = 1000.0
+"""Times the cap: as many steps as an agent likes."""
 FEW_POINTS = 40
 """Up to so many iterations are drawn as points on a line."""
 ALIKE = ("tasks", "samples", "lr", "cooldown", "ptx", "over", "spare_steps")
@@ -193,6 +195,9 @@ def _prevented(rows: Sequence[Row]) -> Bar:
     found = _of(rows, "train", "full")
     spawn = {kind: [_last(row, kind, "spawn") for row in _over(found)] for kind in KINDS}
     told = _spawn_by_kind(found)
+    if greedy := [row for row in _over(_of(rows, "test", "full", cap=1.0)) if set(KINDS) <= set(row["kinds"])]:
+        shares = (f"{kind} {_each(greedy, lambda row, kind=kind: row['kinds'][kind]['spawn'])}" for kind in KINDS)
+        told += f" (greedy test tasks: {'; '.join(shares)})"
     if thrifty := _of(rows, "train", "economy"):
         told += f" (with economy: {_spawn_by_kind(thrifty)})"
     known = [(kind, value) for kind, values in spawn.items() for value in values if value is not None]
@@ -224,26 +229,30 @@ def _quality(rows: Sequence[Row]) -> Bar:
 
 def _latency(rows: Sequence[Row]) -> Bar:
     """Critical steps of both at the swarm's F1 at the cap, or at the serial agent's best F1 where that is lower. The
-    serial agent's are read between its caps, from nothing on; the swarm's are those of a cap that it was tested at."""
+    serial agent's are read between its caps, from nothing on; the swarm's are those of a cap that it was tested at. The
+    nearer to its best F1, the more a serial agent pays for the last of it: ratios at less are told too."""
     ratios, told = list[float](), list[str]()
     for swarm in _over(_of(rows, "test", "full", cap=1.0)):
         swarms, serials = (
-            [row for row in _over(_of(rows, "test", arm)) if row["seed"] == swarm["seed"] and _steps(row)]
+            [row for row in _over(_of(rows, "test", arm)) if _start(row) == _start(swarm) and _steps(row)]
             for arm in ("full", "serial")
         )
-        if not serials or not _steps(swarm):
-            continue
+        if not _steps(swarm) or not any(row["cap"] >= UNCAPPED for row in serials):
+            continue  # or tests of the serial agent are not over: it is to have as many steps as it likes
         best = max(f1_of(row) for row in serials)
         wanted = min(f1_of(swarm), best)
         fast = min((row for row in swarms if f1_of(row) >= wanted), key=_steps)
         slow = min((row for row in serials if f1_of(row) >= wanted), key=_steps)
-        needed = steps_at([(f1_of(row), _steps(row)) for row in serials], wanted)
+        curve = [(f1_of(row), _steps(row)) for row in serials]
+        needed = steps_at(curve, wanted)
         ratios.append(needed / _steps(fast))
         reached = "" if best >= f1_of(swarm) else f"F1 {f1_of(swarm):.2f} not reached by the serial agent; "
+        lower = (f1 for f1 in (wanted - 0.05, wanted - 0.1) if f1 > 0)
+        less = ", ".join(f"{steps_at(curve, f1) / _steps(fast):.1f}x at {f1:.2f}" for f1 in lower)
         told.append(
-            f"{reached}{needed / _steps(fast):.1f}x at F1 {wanted:.2f}: {needed:.1f} steps against {_steps(fast):.1f}; "
-            f"wall-clock of all wide tasks at once {_number(wide_seconds(slow), '.0f')} s against "
-            f"{_number(wide_seconds(fast), '.0f')} s"
+            f"{reached}{needed / _steps(fast):.1f}x at F1 {wanted:.2f}: {needed:.1f} steps against "
+            f"{_steps(fast):.1f} ({less}); wall-clock of all wide tasks at once "
+            f"{_number(wide_seconds(slow), '.0f')} s against {_number(wide_seconds(fast), '.0f')} s"
         )
     told += [
         f"one task at a time {single['each_seconds']['mean']:.2f} s (F1 {f1_of(single):.2f}) against "
@@ -299,6 +308,10 @@ def _cost(rows: Sequence[Row]) -> Bar:
         told.append(
             f"best of {row['samples_each']}{clipped} serial samples {f1_of(row):.2f} against "
             f"{row['swarm_f1']['mean']:.2f} at {row['swarm_tokens']:,.0f} tokens"
+        )
+    for row in _of(rows, "test", "serial", cap=UNCAPPED):
+        told.append(
+            f"the serial agent with as many steps as it likes {f1_of(row):.2f} at {row['kinds']['wide']['tokens']:,.0f}"
         )
     for row in _of(rows, "test", "full", cap=1.0):
         if "wide" in row["kinds"]:

@@ -81,8 +81,10 @@ WORKER_GIB = 1.5
 """For 64 sequences of 4,096 tokens 0.4 GiB are needed."""
 WRONG_SHOWN = 12
 TRACES_GIVEN = ("mix", "orchestrators", "workers", "told", "seed")
-MEASURED_STEPS = 12
-"""With --seconds: the later half of them says how long one takes."""
+MEASURED_STEPS = 24
+"""With --seconds and --as-long: the later half of them says how long one takes."""
+TURNS = 2
+"""Of measuring two models, one after the other, where they are to be trained for equally long."""
 AGAIN = 75
 """Exit code of a call that has to be given again: EX_TEMPFAIL."""
 CALLED = time.monotonic()
@@ -120,7 +122,7 @@ class Settings:
     comes on top."""
     as_long: bool = False
     """With --recipe plain: for as long as the same model of the full recipe, whose steps the rows know, would take at
-    the speeds of both, measured one after the other before training: how busy the card was then does not matter."""
+    the speeds of both, measured turn about before training: on a card with nothing else to do, or always as much."""
     limit: float = 540.0
     """Seconds of a call after which training stops, saved."""
     libraries: int = 7
@@ -334,7 +336,11 @@ def steps_as_long(config: RunConfig, data: RunData, settings: Settings) -> int:
         raise SystemExit(
             f"--as-long: {str(settings.results)!r} has no row of {other}: train the model of the full recipe first"
         )
-    speeds = {name: speed_of(each, data) for name, each in (("full", as_full(config, settings)), ("own", config))}
+    measured: dict[str, list[float]] = {"full": [], "own": []}
+    for _ in range(TURNS):  # what else the machine does may change meanwhile
+        for name, each in (("full", as_full(config, settings)), ("own", config)):
+            measured[name].append(speed_of(each, data))
+    speeds = {name: statistics.fmean(values) for name, values in measured.items()}
     steps = max(1, round(wanted * speeds["own"] / speeds["full"]))
     say(f"{config.name}: {steps} steps take as long as {wanted} of the full recipe")
     folder = settings.out / config.name
@@ -523,9 +529,10 @@ def keep_row(row: dict[str, Any], *, results: Path, out: Path) -> None:
 
 
 def gather_rows(*, results: Path, out: Path) -> None:
-    """What was measured on this machine and is not among the results, too."""
-    if known := [*read_rows(out / ROWS), *read_rows(results)]:
-        add_rows(results, known, key=KEY)
+    """What was measured on this machine and is not among the results, too. What is there stays: another arm may have
+    said more of itself meanwhile."""
+    if known := read_rows(out / ROWS):
+        add_rows(results, known, key=KEY, replace=False)
 
 
 def small_settings(settings: Settings) -> Settings:

@@ -127,8 +127,14 @@ async def play(
 
     async def alone(cap: float) -> Played:
         environment, (wide, _) = wide_search(settings, cap), tasks_at(settings, cap)
-        await batch(environment, wide[:1])  # shapes that are new are recorded and compiled here
-        played = [await batch(environment, [task]) for task in wide]
+        for task in {len(task.data["items"]): task for task in wide}.values():
+            await batch(environment, [task])  # of every size one: what is new to the engine is recorded and compiled
+        played = list[tuple[Collected, float]]()
+        for task in wide:
+            if played and left(settings) < 3 * max(seconds for _, seconds in played):
+                say(f"{name_of(settings)}: {len(played)} of {len(wide)} tasks, there is no time for more")
+                break
+            played.append(await batch(environment, [task]))
         each = tuple(seconds for _, seconds in played)
         trajectories = tuple(found for collected, _ in played for found in collected.trajectories)
         failures = sum((Counter(collected.failures) for collected, _ in played), Counter[str]())

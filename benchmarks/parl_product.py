@@ -76,17 +76,19 @@ def _tests(rows: Sequence[Row], cell: Cell) -> dict[int, dict[float, Row]]:
 
 
 def _as_long(tests: Mapping[Cell, Mapping[int, Mapping[float, Row]]]) -> dict[Cell, dict[int, Row]]:
-    """Of every cell and seed the row whose wide tasks took nearest to as long as the full swarm's at the cap."""
+    """Of every cell and seed the row whose wide tasks took nearest to as long as the full swarm's at the cap or above,
+    where its episodes are the same and the sooner one of them had shapes that were new to the engine."""
     found: dict[Cell, dict[int, Row]] = {cell: {} for cell in CELLS}
     for seed, caps in tests["full", "swarm"].items():
-        wanted = wide_seconds(caps[1.0]) if 1.0 in caps else None
+        timed = {wide_seconds(row): row for cap, row in caps.items() if cap >= 1 and wide_seconds(row)}
+        if 1.0 not in caps or not timed:
+            continue
+        wanted = min(timed)
         for cell in CELLS:
-            timed = [(seconds, row) for row in tests[cell].get(seed, {}).values() if (seconds := wide_seconds(row))]
-            if wanted and timed:
-                found[cell][seed] = min(timed, key=lambda pair: abs(math.log(pair[0] / wanted)))[1]
-    found["full", "swarm"] = {
-        seed: caps[1.0] for seed, caps in tests["full", "swarm"].items() if 1.0 in caps and wide_seconds(caps[1.0])
-    }
+            rows = [(seconds, row) for row in tests[cell].get(seed, {}).values() if (seconds := wide_seconds(row))]
+            if rows:
+                found[cell][seed] = min(rows, key=lambda pair: abs(math.log(pair[0] / wanted)))[1]
+        found["full", "swarm"][seed] = timed[wanted]
     return found
 
 
@@ -120,7 +122,7 @@ def interaction_text(cells: Mapping[Cell, Mapping[int, Row]]) -> str:
     if len(logs) >= FEWEST_SEEDS:
         spread = math.sqrt(sum((each - mean) ** 2 for each in logs) / (len(logs) - 1) / len(logs))
         reach = T_VALUES.get(len(logs), 2.6) * spread
-        low, high, how = mean - reach, mean + reach, f"95%, t over {len(logs)} seeds"
+        low, high, how = mean - reach, mean + reach, f"95%, t over {len(logs)} seeds of reinforcement learning"
     else:
         drawn = _bootstrap(cells, seeds)
         if drawn is None:
@@ -200,7 +202,8 @@ def _equal_text(rows: Sequence[Row], seeds: Sequence[int], as_long: Mapping[Cell
 def _as_long_text(rows: Sequence[Row], seeds: Sequence[int]) -> str:
     """Where models of the plain recipe were given as long as the others by the speeds of both on one machine."""
     models = {_models(rows, cell, seed) for cell in CELLS if cell[0] == "plain" for seed in seeds}
-    found = [row for row in rows if row.get("as_long") and row.get("recipe") == "plain" and row.get("seed") in models]
+    found = [row for row in rows if row.get("as_long") and row["row"] in ("base", "sft")
+             and row.get("recipe") == "plain" and row.get("seed") in models]  # fmt: skip
     if len(found) < 2 * len(models):
         return ""
     told = ", ".join(f"{row['as_long']['steps']} for {row['as_long']['full_steps']} ({row['row']})" for row in found)

@@ -7,7 +7,9 @@
     python benchmarks/queue_round.py take results.tar.gz                                           at home
 
 A line is begun if its minutes fit into what is left, and if the lines that it names in `after` are done; those that are
-not part of the round count as done. One that ends with status 75 (there is more to do) is given again in the time that
+not part of the round count as done. One that is to be `alone`, since it is timed, is begun when all lines before it are
+over, however they ended, and those after it wait for it.
+One that ends with status 75 (there is more to do) is given again in the time that
 its minutes promised. Lines side by side share the cores (OMP_NUM_THREADS). At the end of the time what still runs is
 asked to stop, which saves, and ended after a while. Whenever a line is over, the bundle holds all files of
 benchmarks/results and models that are new or changed since the round began, complete or absent, so that a round that is
@@ -16,6 +18,7 @@ goes to line-N.log beside the bundle.
 """
 
 import hashlib
+import itertools
 import os
 import shlex
 import signal
@@ -66,6 +69,7 @@ class Line:
     name: str = ""
     """What other lines call it in `after`."""
     after: tuple[str, ...] = ()
+    alone: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,9 +136,10 @@ class Round:
         with self._changed:
             while self._waiting:
                 ahead = {line.name for line in (*self._waiting, *self._running)} - {""}
-                ready = [line for line in self._waiting if not ahead & set(line.after) or self._missing(line)]
+                allowed = self._allowed()
+                ready = [line for line in allowed if not ahead & set(line.after) or self._missing(line)]
                 if not ready and not self._running:
-                    ready = self._waiting  # they wait for each other
+                    ready = allowed  # they wait for each other
                 if ready:
                     line = ready[0]
                     self._waiting.remove(line)
@@ -142,6 +147,13 @@ class Round:
                     return line
                 self._changed.wait()
             return None
+
+    def _allowed(self) -> list[Line]:
+        """Of those that wait, the ones before the first that is to be alone; that one, when nothing else runs."""
+        if any(line.alone for line in self._running):
+            return []
+        before = list(itertools.takewhile(lambda line: not line.alone, self._waiting))
+        return before or ([] if self._running else self._waiting[:1])
 
     def _missing(self, line: Line) -> list[str]:
         """Lines that it needs and that ended otherwise than done."""
@@ -160,11 +172,18 @@ class Round:
                 break
         seconds = time.monotonic() - began
         if how != "no time left" and not missing:
-            with self._bundling:
-                write_bundle(self.settings.bundle, self.settings.folder, self.before)
+            self._bundle()
         said = f"line {line.number}: {how}, {seconds:.0f} s"
         print(said, flush=True)
         return Ended(line=line, how=how, seconds=seconds)
+
+    def _bundle(self) -> None:
+        """A file that another line is writing may be gone or short meanwhile: the next bundle has it."""
+        with self._bundling:
+            try:
+                write_bundle(self.settings.bundle, self.settings.folder, self.before)
+            except OSError as error:
+                print(f"no bundle this time: {error}", flush=True)
 
     def _command(self, line: Line) -> int | None:
         """Its status; None where it had to be stopped."""
@@ -199,7 +218,8 @@ def own_environment(at_a_time: int) -> dict[str, str]:
 
 def kept_files(folder: Path) -> Iterator[Path]:
     for name in BROUGHT_HOME:
-        yield from (path for path in sorted((folder / name).rglob("*")) if path.is_file())
+        paths = sorted((folder / name).rglob("*"))
+        yield from (path for path in paths if path.is_file() and not path.name.startswith("."))
 
 
 def fingerprints(folder: Path) -> dict[str, str]:
@@ -213,7 +233,7 @@ def _hash(path: Path) -> str:
 
 def write_bundle(bundle: Path, folder: Path, before: Mapping[str, str]) -> list[str]:
     """All that is new or changed; the names of it. Complete or as it was."""
-    now = {name: each for name, each in fingerprints(folder).items() if not Path(name).name.startswith(".")}
+    now = fingerprints(folder)
     names = [name for name, mark in now.items() if before.get(name) != mark]
     partial = bundle.with_name(f".{bundle.name}")
     with tarfile.open(partial, "w:gz") as archive:

@@ -25,13 +25,15 @@ def read_rows(path: Path) -> list[Row]:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
 
 
-def add_rows(path: Path, new: Iterable[Row], *, key: Sequence[str]) -> None:
-    """The new rows among the others; one with the same values under `key` is replaced. Complete or unchanged."""
+def add_rows(path: Path, new: Iterable[Row], *, key: Sequence[str], replace: bool = True) -> None:
+    """The new rows among the others; one with the same values under `key` is replaced, or kept. Complete or
+    unchanged."""
     path.parent.mkdir(parents=True, exist_ok=True)
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)
-        kept = {tuple(str(row.get(name)) for name in key): row for row in [*read_rows(path), *new]}
+        rows = [*read_rows(path), *new] if replace else [*new, *read_rows(path)]
+        kept = {tuple(str(row.get(name)) for name in key): row for row in rows}
         lines = [json.dumps(kept[place]) for place in sorted(kept)]
         partial = path.with_name(f".{path.name}.{os.getpid()}")
         partial.write_text("[\n" + ",\n".join(lines) + "\n]\n", encoding="utf-8")

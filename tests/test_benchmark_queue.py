@@ -160,3 +160,34 @@ def test_a_bundle_writes_nowhere_but_where_results_are(script, settings, tmp_pat
 def test_the_real_queue_can_be_shown(script, capsys):
     script.main(script.Settings(step="show"))
     assert "minutes in all" in capsys.readouterr().out
+
+
+def test_a_line_that_is_to_be_alone_waits_for_those_before_it_and_those_after_it_for_it(script, settings, tmp_path):
+    def noted(name: str, seconds: float = 0.2) -> str:
+        return f"echo begin {name} >> order; sleep {seconds}; echo end {name} >> order"
+
+    path = queue(tmp_path, (noted("a", 0.5), 0.1), ("exit 1", 0.1), (noted("timed"), 0.1), (noted("b"), 0.1))
+    entries = path.read_text().split("[[experiment]]\n")
+    entries[3] += "alone = true\n"
+    path.write_text("[[experiment]]\n".join(entries))
+    script.main(replace(settings, at_a_time=4))
+    assert (tmp_path / "order").read_text().split("\n")[:-1] == [
+        f"{what} {name}" for name in ("a", "timed", "b") for what in ("begin", "end")
+    ]
+
+
+def test_a_bundle_that_cannot_be_written_is_left_to_the_next_line(script, settings, tmp_path, monkeypatch, capsys):
+    queue(tmp_path, (write("a.json"), 0.1), (write("b.json"), 0.1))
+    real, calls = script.write_bundle, []
+
+    def vanished(*given):
+        calls.append(given)
+        if len(calls) == 1:
+            raise FileNotFoundError("a file that was there")
+        return real(*given)
+
+    monkeypatch.setattr(script, "write_bundle", vanished)
+    script.main(settings)
+    assert set(brought(settings.bundle)) == {"benchmarks/results/a.json", "benchmarks/results/b.json"}
+    said = capsys.readouterr().out
+    assert "no bundle this time: a file that was there" in said and "2 done" in said
