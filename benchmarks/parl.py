@@ -32,6 +32,9 @@ out what has its row. An arm is tested when it is trained to its end, or as it i
     control         as full                                     frozen            traces without a bad delegation
     serial          the outcome; it has no tools for workers    -                 9 of 10 traces serial
 
+Beside the 9,000 traces of the first kind lie 1,500 whose prompt says to hand out everything at once (parl_models.py
+--told): they teach how, and the arms when.
+
 The claim of a product, {AdamW + MLA + plain residuals, full recipe} x {single agent, swarm}: train and test the arms
 serial and full with --recipe plain too, from models that were trained for as many seconds as those of the full recipe
 (parl_models.py --as-long). Rows go to --results; beside it, for every arm, parl-NAME.html (the report of
