@@ -84,7 +84,7 @@ TRACES_GIVEN = ("mix", "orchestrators", "workers", "told", "seed")
 MEASURED_STEPS = 24
 """With --seconds and --as-long: the later half of them says how long one takes."""
 TURNS = 2
-"""Of measuring two models, one after the other, where they are to be trained for equally long."""
+"""Of measuring two models, turn about, where they are to be trained for equally long."""
 AGAIN = 75
 """Exit code of a call that has to be given again: EX_TEMPFAIL."""
 CALLED = time.monotonic()

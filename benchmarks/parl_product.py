@@ -207,7 +207,7 @@ def _as_long_text(rows: Sequence[Row], seeds: Sequence[int]) -> str:
     if len(found) < 2 * len(models):
         return ""
     told = ", ".join(f"{row['as_long']['steps']} for {row['as_long']['full_steps']} ({row['row']})" for row in found)
-    return f" as they went, equal by speeds measured one after the other (steps of plain for full: {told})"
+    return f" as they went, equal by speeds measured turn about (steps of plain for full: {told})"
 
 
 def _alike(values: Sequence[float | None]) -> str:

@@ -8,13 +8,12 @@
 
 A line is begun if its minutes fit into what is left, and if the lines that it names in `after` are done; those that are
 not part of the round count as done. One that is to be `alone`, since it is timed, is begun when all lines before it are
-over, however they ended, and those after it wait for it.
-One that ends with status 75 (there is more to do) is given again in the time that
-its minutes promised. Lines side by side share the cores (OMP_NUM_THREADS). At the end of the time what still runs is
-asked to stop, which saves, and ended after a while. Whenever a line is over, the bundle holds all files of
-benchmarks/results and models that are new or changed since the round began, complete or absent, so that a round that is
-cut off brings home what was done. `take` puts them into this folder, and refuses what lies elsewhere. Output of line N
-goes to line-N.log beside the bundle.
+over, however they ended, and those after it wait for it. One that ends with status 75 (there is more to do) is given
+again in the time that its minutes promised. Lines side by side share the cores (OMP_NUM_THREADS). At the end of the
+time what still runs is asked to stop, which saves, and ended after a while. Whenever a line is over, the bundle holds
+all files of benchmarks/results and models that are new or changed since the round began, complete or absent, so that a
+round that is cut off brings home what was done. `take` puts them into this folder, and refuses what lies elsewhere.
+Output of line N goes to line-N.log beside the bundle.
 """
 
 import hashlib

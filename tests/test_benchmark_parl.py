@@ -322,6 +322,16 @@ def test_models_are_made_arms_are_trained_tested_and_continued_on_a_cpu(arm, tmp
     assert 0 < alone["each_seconds"]["mean"] <= alone["slowest_seconds"]
 
 
+def test_what_others_said_of_an_arm_meanwhile_is_not_taken_back(monkeypatch, tmp_path):
+    script = load_script(monkeypatch, "parl_models")
+    told = {"row": "train", "name": "full-full-0", "seed": 0, "tiny": False}
+    results, out = tmp_path / "rows.json", tmp_path / "out"
+    script.add_rows(out / script.ROWS, [{**told, "replayed": None}, {**told, "row": "sft"}], key=script.KEY)
+    script.add_rows(results, [{**told, "replayed": 7}], key=script.KEY)
+    script.gather_rows(results=results, out=out)
+    assert {row["row"]: row.get("replayed") for row in script.read_rows(results)} == {"sft": None, "train": 7}
+
+
 def test_workers_dialogues_are_learnt_from_beside(arm, capsys):
     script, made = arm
     kept = replace(made, arm="outcome", ptx=0.5, iterations=1)

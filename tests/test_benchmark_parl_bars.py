@@ -203,7 +203,7 @@ def test_seeds_that_begin_with_one_model_took_its_seconds(product):
                  for arm in ("serial", "full") for seed in (0, 1)]  # fmt: skip
     text = product.product_text(rows)
     assert "| plain | swarm | 400 + 100, 400 + 100 |" in text
-    assert "equal by speeds measured one after the other (steps of plain for full: 800 for 1000 (base), 800" in text
+    assert "equal by speeds measured turn about (steps of plain for full: 800 for 1000 (base), 800" in text
     own = [{**each, "models": each["seed"]} if each["row"] == "train" else each for each in rows]
     assert "training the models not known" in product.product_text(own)
 
