@@ -6,6 +6,7 @@
     python benchmarks/parl.py test --arm full --out DIR           test tasks at half, once and twice the cap
     python benchmarks/parl.py audit --arm full --out DIR          judge every stored episode again
     python benchmarks/parl.py best-of --out DIR                   the serial agent, N samples, as many tokens
+    python benchmarks/parl.py served --arm full --out DIR         seconds of all wide tasks at once, nothing beside them
     python benchmarks/parl.py one-by-one --arm full --out DIR     seconds that one wide task takes, nothing beside it
     python benchmarks/parl.py report                              every bar with what was measured
     python benchmarks/parl.py all --tiny --out DIR                everything in miniature, on a CPU
@@ -37,9 +38,10 @@ Beside the 9,000 traces of the first kind lie 1,500 whose prompt says to hand ou
 
 The claim of a product, {AdamW + MLA + plain residuals, full recipe} x {single agent, swarm}: train and test the arms
 serial and full with --recipe plain too, from models that were trained for as many seconds as those of the full recipe
-(parl_models.py --as-long). Rows go to --results; beside it, for every arm, parl-NAME.html (the report of
-`perilune rl`, with timelines before and after) and parl-NAME.jsonl (these episodes). The folder of an arm is that of a
-run: `perilune swarm audit DIR/full-full-0` and `perilune rl replay DIR/full-full-0` read it.
+(parl_models.py --as-long); and `served` of one seed of all four cells, when nothing else runs. Rows go to --results;
+beside it, for every arm, parl-NAME.html (the report of `perilune rl`, with timelines before and after) and
+parl-NAME.jsonl (these episodes). The folder of an arm is that of a run: `perilune swarm audit DIR/full-full-0` and
+`perilune rl replay DIR/full-full-0` read it.
 """
 
 import asyncio
@@ -53,6 +55,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
+import torch
 import tyro
 from parl_arms import (
     CURVES,
@@ -79,7 +82,7 @@ from parl_arms import (
 from parl_models import KEY, Recipe, gather_rows
 from parl_models import Settings as Models
 from parl_models import main as make_models
-from parl_play import best_of, one_by_one, test
+from parl_play import best_of, one_by_one, served, test
 from parl_traces import Mix
 from rl_base import is_there
 from rl_rows import add_rows, read_rows, say
@@ -195,6 +198,7 @@ async def _train(
         saved, needed = time.monotonic(), 0.0
         while loop.iteration < settings.iterations and left(settings) > needed:
             found = await loop.step()
+            torch.cuda.empty_cache()  # a dozen arms share a card: they need not learn at the same time
             needed = 1.5 * found["seconds"]
             say(_line(settings, found))
             if time.monotonic() - saved > SAVED_EVERY:
@@ -323,13 +327,17 @@ def main(settings: Settings) -> None:
             whole_arm(replace(settings, arm=name, recipe="plain"))
         best_of(settings)
         for name in ("serial", "full"):
+            served(replace(settings, arm=name))
+            served(replace(settings, arm=name, recipe="plain"))
             one_by_one(replace(settings, arm=name))
     elif settings.step == "arm":
         whole_arm(settings)
     elif settings.step != "report":
-        {"train": train, "test": test, "audit": audit, "best-of": best_of, "one-by-one": one_by_one}[settings.step](
-            settings
-        )
+        pieces = {
+            "train": train, "test": test, "audit": audit, "best-of": best_of, "served": served,
+            "one-by-one": one_by_one,
+        }  # fmt: skip
+        pieces[settings.step](settings)
     if settings.step in ("report", "all"):
         from parl_bars import bars_text, plot_spawn
 

@@ -50,7 +50,9 @@ CURVES = ("spawn", "outcome", "parallel", "finish", "width", "critical_steps", "
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    step: tyro.conf.Positional[Literal["train", "test", "audit", "arm", "best-of", "one-by-one", "report", "all"]]
+    step: tyro.conf.Positional[
+        Literal["train", "test", "audit", "arm", "best-of", "served", "one-by-one", "report", "all"]
+    ]
     arm: ArmName = "full"
     mix: Mix | None = None
     """Traces that the arm starts from, in place of its own."""

@@ -1,5 +1,5 @@
-"""Trained arms of benchmarks/parl.py at test tasks: at every cap, one question at a time, and the serial agent with N
-samples for as many tokens as the swarm writes. No script of its own.
+"""Trained arms of benchmarks/parl.py at test tasks: at every cap, timed on a quiet machine all at once and one question
+at a time, and the serial agent with N samples for as many tokens as the swarm writes. No script of its own.
 """
 
 import asyncio
@@ -43,6 +43,8 @@ from perilune.train import load_run
 FIRST_SECONDS = 30.0
 """What the first cap of a call is taken to need; each one after that twice as long as the one before, at most the limit
 of an episode."""
+SERVED_CAPS, SERVED_SERIAL_CAPS = (1.0, 0.5), (1.0, 2.0, 1000.0)
+"""Times the cap, at which the seconds of all wide tasks at once are measured."""
 Row = dict[str, Any]
 
 
@@ -89,10 +91,12 @@ async def play(
     samples: int = 1,
     temperature: float = 0.0,
     wide_only: bool = False,
+    timed: bool = False,
     one_by_one: bool = False,
 ) -> None:
     """Test tasks by the trained arm at every cap; `tell` hears of each. SystemExit AGAIN before a cap that there is no
-    time for. `one_by_one`: wide tasks alone, each when the one before it is over."""
+    time for. `timed`: at every cap wide tasks are played once before, so that nothing is new to the engine.
+    `one_by_one`: wide tasks alone, each when the one before it is over."""
     device, config = device_of(settings), rl_config(settings)
     if not (done := iterations_done(settings)):
         raise SystemExit(f"{str(settings.out)!r} has no {name_of(settings)}: train the arm first")
@@ -151,7 +155,8 @@ async def play(
             if left(settings) < expected:
                 stop_here(settings, f"{left(settings):.0f} s are too few to test at {cap:g} times the cap")
             wide, others = tasks_at(settings, cap)
-            if cap == caps[0] and not wide_only:  # shapes that are new are recorded and compiled outside of the seconds
+            if timed or (cap == caps[0] and not wide_only):
+                # Shapes that are new are recorded and compiled outside of the seconds.
                 await batch(wide_search(settings, cap), wide)
             collected, wide_seconds = await batch(wide_search(settings, cap), wide)
             trajectories, failures, seconds = collected.trajectories, Counter(collected.failures), wide_seconds
@@ -209,7 +214,25 @@ def f1s_of(settings: Settings, played: Played) -> dict[str, float]:
     return {str(places[each.task]): round(each.facets[OUTCOME], 4) for each in played.wide}
 
 
-# One at a time --------------------------------------------------------------------------------------------------------
+# On a quiet machine ---------------------------------------------------------------------------------------------------
+
+
+def served(settings: Settings) -> None:
+    """Seconds of all wide tasks at once, at the caps that serving seconds are compared at. Tests of arms that end side
+    by side share a card, each in other company: this is to be run alone."""
+    caps = SERVED_SERIAL_CAPS if settings.arm == "serial" else SERVED_CAPS
+
+    def tell(played: Played) -> None:
+        row = {
+            "row": "served", "name": name_of(settings), "arm": arm_of(settings), "cap": played.cap,
+            "kinds": by_kind(played.trajectories), "wide_f1": interval([each.facets[OUTCOME] for each in played.wide]),
+            "wide_seconds": round(played.wide_seconds, 3), "episodes": len(played.trajectories),
+            "failures": dict(played.failures), "iterations": iterations_done(settings), "tested": settings.tested,
+            **given(settings),
+        }  # fmt: skip
+        record(settings, row, played.seconds)
+
+    asyncio.run(play(settings, caps, tell, wide_only=True, timed=True))
 
 
 def one_by_one(settings: Settings) -> None:

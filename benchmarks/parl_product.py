@@ -3,9 +3,11 @@
     interaction = F1(full, swarm) F1(plain, single) / (F1(full, single) F1(plain, swarm))         1: gains multiply
 
 Twice: every agent at the cap, and every agent at the tested cap whose wide tasks took nearest to as long as those of
-the full recipe's swarm at the cap. The interval is over seeds (t) where there are three; with fewer it is a bootstrap
-over tasks, which are the same in all four cells: it says nothing about another training. What is equal and what is not
-is read from the rows and told below the table.
+the full recipe's swarm at the cap. Seconds are those of rows `served`, alone on a machine, where all four cells have
+some (of one seed or more: they depend on what agents do, in which seeds are alike); else those of the tests. The
+interval is over seeds (t) where there are three; with fewer it is a bootstrap over tasks, which are the same in all
+four cells: it says nothing about another training. What is equal and what is not is read from the rows and told below
+the table.
 """
 
 import math
@@ -40,7 +42,9 @@ def wide_seconds(row: Row) -> float | None:
 
 
 def product_text(rows: Sequence[Row]) -> str:
-    tests = {cell: _tests(rows, cell) for cell in CELLS}
+    tests, quiet = {cell: _tests(rows, cell) for cell in CELLS}, _served(rows)
+    if quiet:
+        tests = {cell: _with_seconds(tests[cell], quiet[cell]) for cell in CELLS}
     at_cap = {cell: {seed: caps[1.0] for seed, caps in tests[cell].items() if 1.0 in caps} for cell in CELLS}
     as_long = _as_long(tests)
     lines = [
@@ -58,7 +62,7 @@ def product_text(rows: Sequence[Row]) -> str:
     told = [f"Interaction at the cap (1: gains multiply): {interaction_text(at_cap)}."]
     told.append(f"Interaction in equal serving seconds: {interaction_text(as_long)}.")
     if seeds := _seeds(at_cap):
-        told += [_equal_text(rows, seeds, as_long)]
+        told += [_equal_text(rows, seeds, as_long, is_quiet=bool(quiet))]
     return "\n".join([*lines, "", "\n".join(told)])
 
 
@@ -73,6 +77,28 @@ def _tests(rows: Sequence[Row], cell: Cell) -> dict[int, dict[float, Row]]:
         if told == ("test", cell[0], ARMS[cell[1]]) and is_over(row):
             found.setdefault(row["seed"], {})[row["cap"]] = row
     return found
+
+
+def _served(rows: Sequence[Row]) -> dict[Cell, dict[float, float]]:
+    """Cell -> times the cap -> seconds on a quiet machine, a mean over seeds; empty unless all cells have some."""
+    found: dict[Cell, dict[float, list[float]]] = {}
+    for row in rows:
+        for cell in CELLS:
+            told = row.get("row"), row.get("recipe", "full"), row.get("arm")
+            if told == ("served", cell[0], ARMS[cell[1]]) and is_over(row):
+                found.setdefault(cell, {}).setdefault(row["cap"], []).append(row["wide_seconds"])
+    if len(found) < len(CELLS):
+        return {}
+    return {cell: {cap: sum(each) / len(each) for cap, each in caps.items()} for cell, caps in found.items()}
+
+
+def _with_seconds(
+    tests: Mapping[int, Mapping[float, Row]], quiet: Mapping[float, float]
+) -> dict[int, dict[float, Row]]:
+    return {
+        seed: {cap: {**row, "wide_seconds": quiet.get(cap)} for cap, row in caps.items()}
+        for seed, caps in tests.items()
+    }
 
 
 def _as_long(tests: Mapping[Cell, Mapping[int, Mapping[float, Row]]]) -> dict[Cell, dict[int, Row]]:
@@ -185,17 +211,20 @@ def _arm_row(rows: Sequence[Row], cell: Cell, seed: int) -> Row | None:
     return None
 
 
-def _equal_text(rows: Sequence[Row], seeds: Sequence[int], as_long: Mapping[Cell, Mapping[int, Row]]) -> str:
+def _equal_text(
+    rows: Sequence[Row], seeds: Sequence[int], as_long: Mapping[Cell, Mapping[int, Row]], *, is_quiet: bool
+) -> str:
     models = [_model_seconds(rows, cell, seed) for cell in CELLS for seed in seeds]
     arms = [_arm_seconds(rows, cell, seed) for cell in CELLS for seed in seeds]
     served = [wide_seconds(as_long[cell][seed]) for cell in CELLS for seed in seeds if seed in as_long[cell]]
     wanted = {row.get("wanted") for cell in CELLS for row in as_long[cell].values()}
     iterations = "equal" if len(wanted) == 1 else "NOT equal"
     speeds = _as_long_text(rows, seeds)
+    company = "Nothing ran beside what was served" if is_quiet else "Arms that ran side by side shared the card"
     return (
         f"At the cap, critical steps are equal; iterations of reinforcement learning are {iterations}. Seconds: of "
         f"training the models {_alike(models)}{speeds}; of reinforcement learning {_alike(arms)}; of serving, in the "
-        f"last two columns, {_alike(served)}. Arms that ran side by side shared the card."
+        f"last two columns, {_alike(served)}. {company}."
     )
 
 

@@ -320,6 +320,10 @@ def test_models_are_made_arms_are_trained_tested_and_continued_on_a_cpu(arm, tmp
     (alone,) = [each for each in script.read_rows(made.results) if each["row"] == "one-by-one"]
     assert alone["episodes"] == 2 and alone["cap"] == 1.0 and set(alone["kinds"]) == {"wide"}
     assert 0 < alone["each_seconds"]["mean"] <= alone["slowest_seconds"]
+    script.served(made)
+    quiet = [each for each in script.read_rows(made.results) if each["row"] == "served"]
+    assert sorted(each["cap"] for each in quiet) == [0.5, 1.0]
+    assert all(each["episodes"] == 2 and each["wide_seconds"] > 0 for each in quiet)
 
 
 def test_what_others_said_of_an_arm_meanwhile_is_not_taken_back(monkeypatch, tmp_path):

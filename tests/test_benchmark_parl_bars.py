@@ -179,6 +179,24 @@ def test_equal_serving_seconds_take_the_cap_that_is_nearest_to_the_swarm_s(produ
     assert "| full | swarm | - + - | 0.60 | 24.0 | 0.60 at 2x | 6.0 |" in again
 
 
+def test_seconds_of_a_quiet_machine_are_taken_where_all_four_cells_have_them(product):
+    rows = cells(plain_single=0.2, plain_swarm=0.4, full_single=0.3, full_swarm=0.6)
+    rows.append(a_test("serial", 0.5, 30.0, cap=2.0, seconds=9.0))
+    timed = [
+        row("served", arm, recipe=recipe, seed=3, cap=cap, wide_seconds=seconds)
+        for recipe in ("plain", "full")
+        for arm, cap, seconds in (("serial", 1.0, 3.0), ("serial", 2.0, 5.0), ("full", 1.0, 6.0))
+    ]
+    assert "| full | single | - + - | 0.30 | 9.0 | 0.30 at 1x | 9.0 |" in product.product_text([*rows, *timed[:-1]])
+    text = product.product_text([*rows, *timed, row("served", "full", cap=1.0, wide_seconds=7.0)])
+    assert "| full | single | - + - | 0.30 | 3.0 | 0.50 at 2x | 5.0 |" in text
+    assert "| full | swarm | - + - | 0.60 | 6.5 | 0.60 at 1x | 6.5 |" in text  # the mean of two seeds
+    assert "| plain | single | - + - | 0.20 | 3.0 | 0.20 at 1x | 3.0 |" in text  # tested at no other cap
+    assert "Nothing ran beside what was served" in text
+    unfinished = [{**each, "iterations": 12} for each in timed]
+    assert "Arms that ran side by side shared the card" in product.product_text([*rows, *unfinished])
+
+
 def test_what_is_not_equal_is_told_as_not_equal(product):
     rows = cells(plain_single=0.2, plain_swarm=0.4, full_single=0.3, full_swarm=0.6)
     assert "training the models not known" in product.product_text(rows)
