@@ -17,6 +17,8 @@ SEEDS = 3
 KINDS = ("wide", "narrow", "chain")
 UNCAPPED = 1000.0
 """Times the cap: as many steps as an agent likes."""
+SIDE_BY_SIDE = 2.0
+"""Workers in the widest group of a wide task, on average, below which nothing is parallel."""
 FEW_POINTS = 40
 """Up to so many iterations are drawn as points on a line."""
 ALIKE = ("tasks", "samples", "lr", "cooldown", "ptx", "over", "spare_steps")
@@ -198,10 +200,15 @@ def _prevented(rows: Sequence[Row]) -> Bar:
     if greedy := [row for row in _over(_of(rows, "test", "full", cap=1.0)) if set(KINDS) <= set(row["kinds"])]:
         shares = (f"{kind} {_each(greedy, lambda row, kind=kind: row['kinds'][kind]['spawn'])}" for kind in KINDS)
         told += f" (greedy test tasks: {'; '.join(shares)})"
+    widths = [_last(row, "wide", "width") for row in found]
+    if any(widths):
+        told += f"; the widest group on wide ones {', '.join(_number(width, '.1f') for width in widths)} workers"
     if thrifty := _of(rows, "train", "economy"):
         told += f" (with economy: {_spawn_by_kind(thrifty)})"
     known = [(kind, value) for kind, values in spawn.items() for value in values if value is not None]
     met: bool | None = all(value >= 0.8 if kind == "wide" else value <= 0.2 for kind, value in known)
+    # One worker after another is serial work, with more steps.
+    met = met and all(width >= SIDE_BY_SIDE for row in _over(found) if (width := _last(row, "wide", "width")))
     if met and len(known) < len(KINDS) * max(1, len(_over(found))):
         met = None  # a kind that nobody looked at is not prevented
     return Bar(goal="prevented", bar=f"full: spawn >= 80% on wide, <= 20% on narrow and chain, {SEEDS} seeds",

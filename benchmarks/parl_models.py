@@ -9,7 +9,8 @@
     python benchmarks/parl_models.py sft --mix all-at-once --out DIR        good ones hand out everything at once
     python benchmarks/parl_models.py worker --out DIR                       single lookups: 90% in 8 steps?
     python benchmarks/parl_models.py all --out DIR                          base, sft and worker
-    python benchmarks/parl_models.py all --out DIR --pieces FOLDER          the same; a model that is whole is packed
+    python benchmarks/parl_models.py all --out DIR --pieces FOLDER          the same; a model that is whole is packed,
+                                                                            one that lies there packed is not trained
     python benchmarks/parl_models.py pack --name sft-full-mostly-serial-0 --pieces FOLDER --out DIR    small files
     python benchmarks/parl_models.py unpack --name sft-full-mostly-serial-0 --pieces FOLDER --out DIR
     python benchmarks/parl_models.py all --tiny --out DIR                   everything, on a CPU
@@ -17,6 +18,7 @@
 One model is orchestrator and worker. What it is taught has the form of the library's pages and none of its facts: pages
 and tasks of libraries with other seeds (parl_texts.py, parl_traces.py), so that nothing can be answered without
 looking. How long a model is trained is a number of steps: what it has learnt does not depend on how busy a machine was.
+Packed weights are rounded to bfloat16, with which engines and forward passes compute anyway.
 --seconds and --as-long are for models that are compared after equal time. A step whose result is there is skipped.
 Training that is not over after --limit seconds of a call is saved, and the call ends with exit code 75: the same
 command goes on. Rows go to benchmarks/results/parl.json.
@@ -111,8 +113,8 @@ class Settings:
     name: str = ""
     """For pack and unpack: a model in --out."""
     pieces: Path | None = None
-    """Where packed models lie. With base, sft and all: a model that is whole is packed there, also where the call ends
-    before the next one is."""
+    """Where packed models lie. With base, sft and all: one that lies there is unpacked in place of being trained, and
+    one that is whole is packed there, also where the call ends before the next one is."""
     out: Path = Path("runs/parl")
     base_steps: int = BASE_STEPS
     sft_steps: int | None = None
@@ -435,7 +437,7 @@ def base_of(settings: Settings) -> Path:
         if released is None:
             raise SystemExit(f"{named_in_vain() or 'models/perilune-nano is not here'}: nothing to fine-tune")
         return released
-    if not is_there(settings.out, name := base_name(settings)):
+    if not is_there(settings.out, name := base_name(settings)) and not unpacked(settings, name):
         raise SystemExit(f"{str(settings.out)!r} has no {name} that is whole: run base first")
     return settings.out / name
 
@@ -568,14 +570,19 @@ def main(settings: Settings) -> None:
     steps = ("base", "sft", "worker") if settings.step == "all" else (settings.step,)
     if settings.recipe == "nano":
         steps = tuple(step for step in steps if step != "base")  # it is there
+    elif settings.step == "all" and not settings.again and unpacked(settings, sft_name(settings)):
+        steps = ("worker",)  # nothing else asks for a base
     ahead = traces_ahead(settings) if settings.step == "all" else None
     try:
         for step in steps:
             if ahead is not None and step == "sft":
                 ahead.wait()  # one that failed is tried again, and says why
-            if step == "base" and (settings.again or not is_there(settings.out, base_name(settings))):
+            name = base_name(settings) if step == "base" else sft_name(settings)
+            if step != "worker" and not settings.again and unpacked(settings, name):
+                continue
+            if step == "base" and (settings.again or not is_there(settings.out, name)):
                 make_base(settings)
-            elif step == "sft" and (settings.again or not is_there(settings.out, sft_name(settings))):
+            elif step == "sft" and (settings.again or not is_there(settings.out, name)):
                 make_sft(settings)
             elif step == "worker":
                 if not is_there(settings.out, sft_name(settings)):
@@ -584,7 +591,7 @@ def main(settings: Settings) -> None:
             else:
                 say(f"{step}: there already (--again makes it anew)")
             if settings.pieces is not None and step != "worker":
-                _pack(settings, base_name(settings) if step == "base" else sft_name(settings))
+                _pack(settings, name)
     except Interrupted as stopped:
         if stopped.signal_number != signal.SIGTERM:  # a person's Ctrl-C
             raise
@@ -593,6 +600,14 @@ def main(settings: Settings) -> None:
     finally:
         if ahead is not None:
             ahead.wait()  # the next call would write the same file
+
+
+def unpacked(settings: Settings, name: str) -> bool:
+    """Whether it was not there and lay packed."""
+    if settings.pieces is None or is_there(settings.out, name) or not (settings.pieces / f"{name}.00").exists():
+        return False
+    say(f"{name}: unpacked to {unpack(settings.pieces, name, settings.out)}")
+    return True
 
 
 def _pack(settings: Settings, name: str) -> None:

@@ -4,7 +4,8 @@
 
 Twice: every agent at the cap, and every agent at the tested cap whose wide tasks took nearest to as long as those of
 the full recipe's swarm at the cap. Seconds are those of rows `served`, alone on a machine, where all four cells have
-some (of one seed or more: they depend on what agents do, in which seeds are alike); else those of the tests. The
+some; else those of the tests. They depend on what agents do: a seed that was not served itself takes those of its
+cell's seed whose agents write most nearly as much. The
 interval is over seeds (t) where there are three; with fewer it is a bootstrap over tasks, which are the same in all
 four cells: it says nothing about another training. What is equal and what is not is read from the rows and told below
 the table.
@@ -79,26 +80,36 @@ def _tests(rows: Sequence[Row], cell: Cell) -> dict[int, dict[float, Row]]:
     return found
 
 
-def _served(rows: Sequence[Row]) -> dict[Cell, dict[float, float]]:
-    """Cell -> times the cap -> seconds on a quiet machine, a mean over seeds; empty unless all cells have some."""
-    found: dict[Cell, dict[float, list[float]]] = {}
+def _served(rows: Sequence[Row]) -> dict[Cell, dict[float, list[Row]]]:
+    """Cell -> times the cap -> what was timed on a quiet machine; empty unless all cells have some."""
+    found: dict[Cell, dict[float, list[Row]]] = {}
     for row in rows:
         for cell in CELLS:
             told = row.get("row"), row.get("recipe", "full"), row.get("arm")
             if told == ("served", cell[0], ARMS[cell[1]]) and is_over(row):
-                found.setdefault(cell, {}).setdefault(row["cap"], []).append(row["wide_seconds"])
-    if len(found) < len(CELLS):
-        return {}
-    return {cell: {cap: sum(each) / len(each) for cap, each in caps.items()} for cell, caps in found.items()}
+                found.setdefault(cell, {}).setdefault(row["cap"], []).append(row)
+    return found if len(found) == len(CELLS) else {}
 
 
 def _with_seconds(
-    tests: Mapping[int, Mapping[float, Row]], quiet: Mapping[float, float]
+    tests: Mapping[int, Mapping[float, Row]], quiet: Mapping[float, Sequence[Row]]
 ) -> dict[int, dict[float, Row]]:
     return {
-        seed: {cap: {**row, "wide_seconds": quiet.get(cap)} for cap, row in caps.items()}
+        seed: {cap: {**row, "wide_seconds": _quiet_seconds(row, quiet.get(cap, ()))} for cap, row in caps.items()}
         for seed, caps in tests.items()
     }
+
+
+def _quiet_seconds(row: Row, timed: Sequence[Row]) -> float | None:
+    if not timed:
+        return None
+    own = [each for each in timed if each["seed"] == row["seed"]]
+    return wide_seconds(min(own or timed, key=lambda each: abs(_tokens(each) - _tokens(row))))
+
+
+def _tokens(row: Row) -> float:
+    """That all agents write for a wide task."""
+    return (row["kinds"].get("wide") or {}).get("tokens", 0.0)
 
 
 def _as_long(tests: Mapping[Cell, Mapping[int, Mapping[float, Row]]]) -> dict[Cell, dict[int, Row]]:

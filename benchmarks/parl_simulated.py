@@ -1,6 +1,6 @@
 """Will an orchestrator collapse to working alone, or learn to delegate? A dozen numbers say, before a GPU is asked.
 
-    python benchmarks/parl_simulated.py                          arms x mixes x learning rates, 40 seeds: 7 minutes
+    python benchmarks/parl_simulated.py                          arms x mixes x learning rates, 40 seeds: 6 minutes
     python benchmarks/parl_simulated.py --mixes mostly-serial --arms outcome full --lrs 0.3 --seeds 200
 
 Scripted policies play training tasks of wide search through the real runtime once, in every manner that traces show
@@ -44,7 +44,7 @@ from perilune.rl.trajectory import Trajectory
 from perilune.train.environment import describe_environment
 
 KINDS: tuple[TaskKind, ...] = ("wide", "narrow", "chain")
-FACETS = ("outcome", "parallel", "finish", "economy", "spawned", "assigned", "finished", "critical_steps")
+FACETS = ("outcome", "parallel", "finish", "economy", "spawned", "width", "assigned", "finished", "critical_steps")
 DELEGATED = 0.1
 LEAST = 1e-3
 """A model gives even what it never saw some probability."""
@@ -54,7 +54,7 @@ LEAST = 1e-3
 class Settings:
     mixes: tuple[Mix, ...] = get_args(Mix)
     arms: tuple[Arm, ...] = ("outcome", "full", "no_finish")
-    lrs: tuple[float, ...] = (0.1, 0.3, 0.6)
+    lrs: tuple[float, ...] = (0.1, 0.3, 0.6, 1.0)
     """Of Adam, on logits; with 0.6 the full reward takes ten iterations, as it did once on a GPU."""
     seeds: int = 40
     iterations: int = parl().rl.iterations
@@ -156,11 +156,13 @@ def place_of(taken: Sequence[tuple[int, int]]) -> int:
 
 
 def learnt(settings: Settings, table: Mapping[str, np.ndarray], mix: Mix, name: Arm, lr: float, seed: int) -> Any:
-    """Spawn rate of wide, narrow and chain tasks in every iteration [iterations, 3], and outcomes of wide ones."""
+    """Spawn rate of wide, narrow and chain tasks in every iteration [iterations, 3], outcomes of wide ones, and how
+    many workers they have at a time, where they have any."""
     dice, policy = np.random.default_rng(seed), Simulated.begun(mix)
     rewards = Parl(arm(name, parl().rl.parl))
     turn = [KINDS.index(kind) for kind in WideSearch().kinds]
     spawned, outcomes = np.full((settings.iterations, len(KINDS)), np.nan), np.zeros(settings.iterations)
+    widths = np.zeros(settings.iterations)
     for iteration in range(settings.iterations):
         seen, episodes = [], list[Any]()
         for number in range(settings.tasks):
@@ -176,9 +178,10 @@ def learnt(settings: Settings, table: Mapping[str, np.ndarray], mix: Mix, name: 
             spawned[iteration, place] = np.mean([each["spawned"] > 0 for each in here])
             if kind == "wide":
                 outcomes[iteration] = np.mean([each[OUTCOME] for each in here])
+                widths[iteration] = np.mean([each["width"] for each in here if each["spawned"]] or [0.0])
         rewards.record(cast(list[Trajectory], episodes), iteration)
         policy.update(seen, lr)
-    return spawned, outcomes
+    return spawned, outcomes, widths
 
 
 # What came of it ------------------------------------------------------------------------------------------------------
@@ -187,24 +190,26 @@ def learnt(settings: Settings, table: Mapping[str, np.ndarray], mix: Mix, name: 
 def row_of(settings: Settings, table: Mapping[str, np.ndarray], mix: Mix, name: Arm, lr: float) -> dict[str, Any]:
     runs = [learnt(settings, table, mix, name, lr, seed) for seed in range(settings.seeds)]
     last = max(1, settings.iterations // 5)
-    ends = np.array([spawned[-last:].mean(0) for spawned, _ in runs])
+    ends = np.array([spawned[-last:].mean(0) for spawned, _, _ in runs])
+    widths = np.array([widths[-last:].mean() for _, _, widths in runs])
     return {
         "mix": mix, "arm": name, "lr": lr, "seeds": settings.seeds,
         "spawn": dict(zip(KINDS, np.round(ends.mean(0), 4).tolist())),
         "collapsed": float(np.mean(ends[:, 0] < 0.05)),
-        "prevented": float(np.mean((ends[:, 0] >= 0.8) & (ends[:, 1:] <= 0.2).all(1))),
-        "outcome": round(float(np.mean([outcomes[-last:].mean() for _, outcomes in runs])), 4),
-        "wide_spawn_by_iteration": np.round(np.mean([spawned[:, 0] for spawned, _ in runs], axis=0), 3).tolist(),
+        "prevented": float(np.mean((ends[:, 0] >= 0.8) & (ends[:, 1:] <= 0.2).all(1) & (widths >= 2))),
+        "one_at_a_time": float(np.mean((ends[:, 0] >= 0.5) & (widths < 2))),
+        "outcome": round(float(np.mean([outcomes[-last:].mean() for _, outcomes, _ in runs])), 4),
+        "wide_spawn_by_iteration": np.round(np.mean([spawned[:, 0] for spawned, _, _ in runs], axis=0), 3).tolist(),
     }  # fmt: skip
 
 
 def told(row: Mapping[str, Any]) -> str:
-    wide, narrow, chain, collapsed, prevented = (
-        f"{100 * share:3.0f}%" for share in (*row["spawn"].values(), row["collapsed"], row["prevented"])
-    )
+    shares = *row["spawn"].values(), row["collapsed"], row["prevented"], row["one_at_a_time"]
+    wide, narrow, chain, collapsed, prevented, single = (f"{100 * share:3.0f}%" for share in shares)
     return (
         f"{row['mix']:13} {row['arm']:9} lr {row['lr']:<4g} workers in {wide} of wide, {narrow} of narrow tasks, "
-        f"{chain} of chains; collapsed {collapsed}, prevented {prevented} of seeds; outcome {row['outcome']:.2f}"
+        f"{chain} of chains; collapsed {collapsed}, prevented {prevented}, one worker at a time {single} of seeds; "
+        f"outcome {row['outcome']:.2f}"
     )
 
 

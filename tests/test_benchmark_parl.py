@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 import tyro
 
 from perilune.cli_audit import audit_step
@@ -440,6 +441,27 @@ def test_a_model_that_is_whole_is_packed_though_the_next_one_is_not(monkeypatch,
     written = (tmp_path / "other/base-full-0/config.json").stat().st_mtime_ns
     script.main(other)  # arms side by side begin with the same line
     assert (tmp_path / "other/base-full-0/config.json").stat().st_mtime_ns == written
+
+
+def test_a_model_that_lies_packed_is_not_trained_again(monkeypatch, tmp_path):
+    script = load_script(monkeypatch, "parl_models")
+    settings = script.Settings(
+        step="base", tiny=True, out=tmp_path, pieces=tmp_path / "pieces", results=tmp_path / "rows.json"
+    )  # fmt: skip
+    script.main(settings)
+    weights = script.load_run(tmp_path / "base-full-0")[0].state_dict()
+    other = replace(settings, out=tmp_path / "other", results=tmp_path / "others.json")
+    monkeypatch.setattr(script, "make_base", lambda _: pytest.fail("it is trained again"))
+    script.main(replace(other, step="sft"))  # needs the base, and is made
+    again = script.load_run(tmp_path / "other/base-full-0")[0].state_dict()
+    assert all(torch.equal(again[name], tensor.bfloat16().float()) for name, tensor in weights.items())
+    assert {row["row"] for row in json.loads(other.results.read_text())} == {"sft"}
+    monkeypatch.setattr(script, "make_sft", lambda _: pytest.fail("it is trained again"))
+    script.main(replace(other, step="all", out=tmp_path / "third"))
+    assert {row["row"] for row in json.loads(other.results.read_text())} == {"sft", "worker"}
+    assert not script.is_there(tmp_path / "third", "base-full-0")  # nothing asks for it
+    script.main(replace(other, out=tmp_path / "third"))
+    assert script.is_there(tmp_path / "third", "base-full-0")
 
 
 def test_every_command_of_the_queue_has_options_that_exist(monkeypatch):

@@ -20,7 +20,7 @@ def a_test(
 
 
 def trained(arm: str, *, wide: float, narrow: float | None = 0.0, chain: float | None = 0.0, **more) -> dict:
-    last = {"wide": {"spawn": wide, "finished": 0.95, "unused": 0.05}}
+    last = {"wide": {"spawn": wide, "finished": 0.95, "unused": 0.05, "width": 11.6}}
     last |= {kind: {"spawn": value} for kind, value in (("narrow", narrow), ("chain", chain)) if value is not None}
     told = {"last_fifth": last, "episodes": 10, "replayed": 14, "replayed_equal": 14, "train_seconds": 300.0}
     return row("train", arm, **{**told, **more})
@@ -83,6 +83,13 @@ def test_spawning_is_not_prevented_where_a_kind_of_task_was_not_looked_at(bars):
         some = [*full[:2], trained("full", wide=0.9, seed=2, **{missing: None})]
         assert told(bars, some)["prevented"] == "not measured"
     assert told(bars, [trained("full", wide=0.3, narrow=None)])["prevented"] == "NO, 1 of 3 seeds"
+
+
+def test_workers_one_after_another_prevent_nothing(bars):
+    rows = [trained("full", wide=1.0, seed=seed) for seed in (0, 1, 2)]
+    rows[1]["last_fifth"]["wide"]["width"] = 1.02
+    assert told(bars, rows)["prevented"] == "NO"
+    assert "the widest group on wide ones 11.6, 1.0, 11.6 workers" in measured(bars, rows)["prevented"]
 
 
 def test_an_arm_that_is_not_finished_meets_no_bar_and_is_shown_with_what_it_has(bars):
@@ -183,16 +190,19 @@ def test_seconds_of_a_quiet_machine_are_taken_where_all_four_cells_have_them(pro
     rows = cells(plain_single=0.2, plain_swarm=0.4, full_single=0.3, full_swarm=0.6)
     rows.append(a_test("serial", 0.5, 30.0, cap=2.0, seconds=9.0))
     timed = [
-        row("served", arm, recipe=recipe, seed=3, cap=cap, wide_seconds=seconds)
+        row("served", arm, recipe=recipe, seed=3, cap=cap, wide_seconds=seconds, kinds={"wide": {"tokens": 1600.0}})
         for recipe in ("plain", "full")
         for arm, cap, seconds in (("serial", 1.0, 3.0), ("serial", 2.0, 5.0), ("full", 1.0, 6.0))
     ]
     assert "| full | single | - + - | 0.30 | 9.0 | 0.30 at 1x | 9.0 |" in product.product_text([*rows, *timed[:-1]])
-    text = product.product_text([*rows, *timed, row("served", "full", cap=1.0, wide_seconds=7.0)])
+    unlike = {**timed[-1], "seed": 4, "wide_seconds": 2.0, "kinds": {"wide": {"tokens": 700.0}}}
+    text = product.product_text([*rows, unlike, *timed])
     assert "| full | single | - + - | 0.30 | 3.0 | 0.50 at 2x | 5.0 |" in text
-    assert "| full | swarm | - + - | 0.60 | 6.5 | 0.60 at 1x | 6.5 |" in text  # the mean of two seeds
+    assert "| full | swarm | - + - | 0.60 | 6.0 | 0.60 at 1x | 6.0 |" in text  # of a seed that writes as much
     assert "| plain | single | - + - | 0.20 | 3.0 | 0.20 at 1x | 3.0 |" in text  # tested at no other cap
     assert "Nothing ran beside what was served" in text
+    own = product.product_text([*rows, *timed, {**unlike, "seed": 0}])
+    assert "| full | swarm | - + - | 0.60 | 2.0 | 0.60 at 1x | 2.0 |" in own
     unfinished = [{**each, "iterations": 12} for each in timed]
     assert "Arms that ran side by side shared the card" in product.product_text([*rows, *unfinished])
 
@@ -248,7 +258,8 @@ def test_the_released_model_s_arms_have_a_table_of_their_own(bars):
     rows = [trained("full", wide=0.9, seed=seed) for seed in (0, 1, 2)] + [trained("full", wide=0.3, recipe="nano")]
     assert "on narrow and chain, 3 seeds | wide 0.90, 0.90, 0.90;" in bars.bars_text(rows)
     text = bars.bars_text(rows, recipe="nano")
-    assert "| wide 0.30; narrow 0.00; chain 0.00 | NO, 1 of 3 seeds |" in text and "0.90" not in text
+    assert "| wide 0.30; narrow 0.00; chain 0.00; the widest group" in text and "| NO, 1 of 3 seeds |" in text
+    assert "0.90" not in text
 
 
 def test_a_plot_shows_every_arm_and_leaves_out_iterations_without_wide_tasks(bars, tmp_path, monkeypatch):

@@ -324,6 +324,23 @@ def test_stored_episodes_are_judged_again_and_a_changed_reward_is_found(tmp_path
     assert found["equal"] == found["episodes"] - 1 and "sample 3" in found["examples"][0]
 
 
+def test_a_facet_that_is_new_is_no_difference_and_one_that_changed_or_is_gone_is(tmp_path):
+    train_policy(config(1), policy(), tmp_path / "run", quiet=True)
+    path = tmp_path / "run" / "trajectories" / "000000.jsonl"
+    stored = load_trajectories(path)
+    unpaid = next(name for name in stored[0].facets if name not in stored[0].weights)
+    shorter = {name: value for name, value in stored[0].facets.items() if name != unpaid}
+    save_trajectories(path, [replace(stored[0], facets=shorter), *stored[1:]])
+    found = replay_folder(tmp_path / "run")
+    assert found["equal"] == found["episodes"]  # of before the judge had it
+    changed = replace(stored[0], facets={**stored[0].facets, unpaid: stored[0].facets[unpaid] + 1})
+    gone = replace(stored[1], facets={**stored[1].facets, "rows": 2.0})
+    save_trajectories(path, [changed, gone, *stored[2:]])
+    found = replay_folder(tmp_path / "run")
+    assert found["equal"] == found["episodes"] - 2
+    assert f"{unpaid} " in found["examples"][0] and "rows 2.0 then, None now" in found["examples"][1]
+
+
 def test_pictures_are_also_tested_with_those_of_other_tasks(tmp_path):
     model = fresh_model("pictures", "float32")
     run = replace(tiny_model.tiny_config("run"), model=replace(VARIANTS["pictures"], compute_dtype="float32"))

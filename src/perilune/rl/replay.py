@@ -1,4 +1,7 @@
-"""Judging what was played again: every stored episode of a run, from its transcript, compared bit by bit."""
+"""Judging what was played again: every stored episode of a run, from its transcript, compared bit by bit.
+
+A judge that has learnt to say more since is compared by what it said then.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -34,8 +37,12 @@ def replay_folder(folder: Path, environments: Mapping[str, Environment] | None =
             except Exception as error:  # a judge is anybody's code
                 examples.append(f"{place}: {type(error).__name__}: {error}")
                 continue
-            if facets == dict(trajectory.facets) and reward == trajectory.reward:
+            unlike = [name for name, value in trajectory.facets.items() if facets.get(name) != value]
+            if not unlike and reward == trajectory.reward:
                 equal += 1
-            else:
+            elif reward != trajectory.reward:
                 examples.append(f"{place}: reward {trajectory.reward!r} then, {reward!r} now")
+            else:
+                then, now = trajectory.facets[unlike[0]], facets.get(unlike[0])
+                examples.append(f"{place}: {unlike[0]} {then!r} then, {now!r} now")
     return {"files": len(files), "episodes": episodes, "equal": equal, "examples": examples[:SHOWN]}
