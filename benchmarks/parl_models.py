@@ -27,10 +27,8 @@ command goes on. Rows go to benchmarks/results/parl.json.
 import asyncio
 import json
 import signal
-import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -43,6 +41,7 @@ import parl_texts
 import parl_traces
 import torch
 import tyro
+from parl_time import as_long, keep_seconds, seconds_before, steps_as_long, steps_for
 from parl_traces import Mix, environment_of
 from rl_base import is_there, pack, saved_step, unpack, with_steps
 from rl_rows import add_rows, read_rows, say
@@ -62,7 +61,7 @@ from perilune.train import DataConfig, OptimizerConfig, RunConfig, load_run, tra
 from perilune.train.batches import RunData, open_data
 from perilune.train.environment import describe_environment
 from perilune.train.interrupt import Interrupted
-from perilune.train.run_folder import METRICS, read_config
+from perilune.train.run_folder import read_config
 from perilune.train.trainer import pick_device
 
 Recipe = Literal["full", "plain", "nano"]
@@ -83,10 +82,6 @@ WORKER_GIB = 1.5
 """For 64 sequences of 4,096 tokens 0.4 GiB are needed."""
 WRONG_SHOWN = 12
 TRACES_GIVEN = ("mix", "orchestrators", "workers", "told", "seed")
-MEASURED_STEPS = 24
-"""With --seconds and --as-long: the later half of them says how long one takes."""
-TURNS = 2
-"""Of measuring two models, turn about, where they are to be trained for equally long."""
 AGAIN = 75
 """Exit code of a call that has to be given again: EX_TEMPFAIL."""
 CALLED = time.monotonic()
@@ -99,10 +94,6 @@ NANO_ROW_TOKENS, NANO_TOKENS = 4096, 8192
 """The same of the released model: the longest rows that it knows."""
 ROWS = "rows.json"
 """In --out: the rows of this machine, for calls whose --results lies in a folder that is empty each time."""
-AS_LONG = "as_long.json"
-"""In the folder of a model that is to take as long as another: steps of both, and their speeds."""
-SECONDS = "seconds.json"
-"""In the folder of a model: those of training, by the step that a call began with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,7 +292,8 @@ def trained(
     if begun:
         steps = read_config(folder).trainer.steps
     elif settings.as_long:
-        steps = steps_as_long(config, data, settings)
+        wanted = full_steps(config, settings)
+        steps = steps_as_long(config, as_full(config, settings), data, full_steps=wanted, folder=folder)
     elif settings.seconds is not None:
         steps = steps_for(config, settings.seconds, data)
     config = with_steps(config, steps, warmup_share=warmup_share)
@@ -311,7 +303,7 @@ def trained(
     def stop_in_time(phase: str) -> None:
         if phase != "step:logged":
             return
-        _keep_seconds(folder, {**before, begun: time.monotonic() - began})  # also of a call that is cut off
+        keep_seconds(folder, {**before, begun: time.monotonic() - began})  # also of a call that is cut off
         # Within a step, where the trainer hears it, and saves.
         if time.monotonic() - CALLED > settings.limit:
             signal.raise_signal(signal.SIGTERM)
@@ -322,33 +314,20 @@ def trained(
         )
     finally:
         spent = {**before, begun: time.monotonic() - began}
-        _keep_seconds(folder, spent)
+        keep_seconds(folder, spent)
     say(f"{config.name}: trained")
     return config, summary, sum(spent.values())
 
 
-def steps_as_long(config: RunConfig, data: RunData, settings: Settings) -> int:
-    """Steps that take as long as those of the full recipe's model, both alone or both beside the same others."""
+def full_steps(config: RunConfig, settings: Settings) -> int:
+    """Of the same model of the full recipe, as a row tells them."""
     other = config.name.replace(f"-{settings.recipe}-", "-full-", 1)
     for row in read_rows(settings.results):
         if (row.get("name"), row.get("tiny")) == (other, settings.tiny) and row["row"] in ("base", "sft"):
-            wanted = row["train_steps"]
-            break
-    else:
-        raise SystemExit(
-            f"--as-long: {str(settings.results)!r} has no row of {other}: train the model of the full recipe first"
-        )
-    measured: dict[str, list[float]] = {"full": [], "own": []}
-    for _ in range(TURNS):  # what else the machine does may change meanwhile
-        for name, each in (("full", as_full(config, settings)), ("own", config)):
-            measured[name].append(speed_of(each, data))
-    speeds = {name: statistics.fmean(values) for name, values in measured.items()}
-    steps = max(1, round(wanted * speeds["own"] / speeds["full"]))
-    say(f"{config.name}: {steps} steps take as long as {wanted} of the full recipe")
-    folder = settings.out / config.name
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / AS_LONG).write_text(json.dumps({"steps": steps, "full_steps": wanted, "tokens_per_s": speeds}) + "\n")
-    return steps
+            return row["train_steps"]
+    raise SystemExit(
+        f"--as-long: {str(settings.results)!r} has no row of {other}: train the model of the full recipe first"
+    )
 
 
 def as_full(config: RunConfig, settings: Settings) -> RunConfig:
@@ -356,39 +335,6 @@ def as_full(config: RunConfig, settings: Settings) -> RunConfig:
     model, optimizer = recipe_of("full")
     full = replace(config, name=f"{config.name}-speed", model=model, optimizer=optimizer, start_from=None)
     return tiny(full, seq_len=config.data.seq_len) if settings.tiny else full
-
-
-def seconds_before(folder: Path, begun: int) -> dict[int, float]:
-    """Of earlier calls, by the step that each began with. One that was cut off before it saved began where this one
-    does: its time has led to nothing and does not count."""
-    if not begun or not (folder / SECONDS).exists():
-        return {}
-    known = json.loads((folder / SECONDS).read_text(encoding="utf-8"))
-    return {int(step): seconds for step, seconds in known.items() if int(step) < begun}
-
-
-def _keep_seconds(folder: Path, spent: dict[int, float]) -> None:
-    if folder.is_dir():
-        (folder / SECONDS).write_text(json.dumps(spent) + "\n", encoding="utf-8")
-
-
-def steps_for(config: RunConfig, seconds: float, data: RunData) -> int:
-    """Optimizer steps that fit."""
-    tokens = config.trainer.global_batch_rows * config.data.seq_len
-    return max(MEASURED_STEPS, int(seconds * speed_of(config, data) / tokens))
-
-
-def speed_of(config: RunConfig, data: RunData) -> float:
-    """Tokens a second: the median of the later half of a few steps, which have their kernels and graphs."""
-    say(f"{config.name}: {MEASURED_STEPS} steps to see how long one takes")
-    few = replace(config, trainer=replace(config.trainer, steps=MEASURED_STEPS, checkpoint_every=0, log_every=1))
-    with tempfile.TemporaryDirectory() as folder:
-        train(few, runs_folder=folder, quiet=True, data=data)
-        lines = (Path(folder) / few.name / METRICS).read_text().splitlines()
-    found = [record["tokens_per_s"] for record in map(json.loads, lines) if record["kind"] == "train"]
-    rate = statistics.median(found[len(found) // 2 :])
-    say(f"{config.name}: {rate:,.0f} tokens/s in steps {len(found) // 2 + 1} to {len(found)}")
-    return rate
 
 
 # Fine-tuning ----------------------------------------------------------------------------------------------------------
@@ -513,16 +459,12 @@ def _record(settings: Settings, config: RunConfig, seconds: float, more: dict[st
     environment = describe_environment(pick_device(config.trainer.device))
     row = {
         "name": config.name, "seed": settings.seed, "tiny": settings.tiny, "recipe": settings.recipe,
-        "train_steps": config.trainer.steps, "seconds": round(seconds, 1), **_as_long(settings, config), **more,
+        "train_steps": config.trainer.steps, "seconds": round(seconds, 1),
+        **as_long(settings.out / config.name), **more,
         "commit": settings.commit or environment.get("commit", ""), "environment": environment,
     }  # fmt: skip
     keep_row(row, results=settings.results, out=settings.out)
     say(json.dumps({name: value for name, value in row.items() if name != "environment"}))
-
-
-def _as_long(settings: Settings, config: RunConfig) -> dict[str, Any]:
-    path = settings.out / config.name / AS_LONG
-    return {"as_long": json.loads(path.read_text(encoding="utf-8"))} if path.exists() else {}
 
 
 def keep_row(row: dict[str, Any], *, results: Path, out: Path) -> None:

@@ -244,7 +244,7 @@ def one_by_one(settings: Settings) -> None:
         row = {
             "row": "one-by-one", "name": name_of(settings), "arm": arm_of(settings), "cap": cap,
             "kinds": by_kind(played.trajectories), "wide_f1": interval([each.facets[OUTCOME] for each in played.wide]),
-            "each_seconds": interval(played.each_seconds), "slowest_seconds": round(max(played.each_seconds), 3),
+            "each_seconds": interval(played.each_seconds), "slowest_seconds": round(max(played.each_seconds), 4),
             "episodes": len(played.trajectories), "failures": dict(played.failures),
             "iterations": iterations_done(settings), "tested": settings.tested, **given(settings),
         }  # fmt: skip

@@ -63,7 +63,8 @@ def test_a_model_whose_time_is_up_is_saved_and_gone_on_with_by_the_same_call(mon
     # As far as it was planned to go: the number of steps is that of the first call.
     monkeypatch.setattr(script, "train", lambda config, **how: {**how, "steps": config.trainer.steps})
     config = script.base_config(settings, script.text_files(script.small_settings(settings)))
-    (tmp_path / "base-full-0" / script.SECONDS).write_text(json.dumps({"0": 40.0, str(begun): 7.0}))
+    seconds = tmp_path / "base-full-0" / load_script(monkeypatch, "parl_time").SECONDS
+    seconds.write_text(json.dumps({"0": 40.0, str(begun): 7.0}))
     _, went_on, spent = script.trained(config, None, replace(settings, limit=600), steps=1000, warmup_share=10)
     assert went_on["resume"] and not went_on["overwrite"] and went_on["steps"] == 300
     # Of all calls, but for one that was cut off at the step where this one begins.
@@ -77,7 +78,7 @@ def test_steps_follow_from_the_seconds_and_the_rate_of_the_later_steps(monkeypat
     config = script.base_config(settings, script.text_files(settings))
     data = script.open_data(config.data, seed=0)
     few, many = (script.steps_for(config, seconds, data) for seconds in (0.0, 1e6))
-    assert few == script.MEASURED_STEPS and many > 1000
+    assert few == load_script(monkeypatch, "parl_time").MEASURED_STEPS and many > 1000
 
 
 def test_a_model_has_as_many_steps_as_its_recipe_however_busy_the_machine_is(monkeypatch, tmp_path):
@@ -102,11 +103,11 @@ def test_a_model_has_as_many_steps_as_its_recipe_however_busy_the_machine_is(mon
     def speed(config, data):
         return speeds[config.optimizer.kind, config.model.residual, config.model.layer_types]
 
-    monkeypatch.setattr(script, "speed_of", speed)
+    monkeypatch.setattr(load_script(monkeypatch, "parl_time"), "speed_of", speed)
     config = script.base_config(plain, (tmp_path / "a", tmp_path / "b"))
     _, went, _ = script.trained(config, None, plain, steps=1000, warmup_share=10)
     assert went["steps"] == 450
-    assert script._as_long(plain, config)["as_long"]["full_steps"] == 300
+    assert script.as_long(tmp_path / config.name)["as_long"]["full_steps"] == 300
     assert config.model.mla.rope is not None  # a baseline that does not know where things are would be none
 
 
