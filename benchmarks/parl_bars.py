@@ -211,8 +211,8 @@ def _prevented(rows: Sequence[Row]) -> Bar:
     met = met and all(width >= SIDE_BY_SIDE for row in _over(found) if (width := _last(row, "wide", "width")))
     if met and len(known) < len(KINDS) * max(1, len(_over(found))):
         met = None  # a kind that nobody looked at is not prevented
-    return Bar(goal="prevented", bar=f"full: spawn >= 80% on wide, <= 20% on narrow and chain, {SEEDS} seeds",
-               measured=told if found else "", met=met, seeds=len(_over(found)))  # fmt: skip
+    wanted = f"full: spawn >= 80% on wide, side by side, <= 20% on narrow and chain, {SEEDS} seeds"
+    return Bar(goal="prevented", bar=wanted, measured=told if found else "", met=met, seeds=len(_over(found)))
 
 
 def _spawn_by_kind(rows: Sequence[Row]) -> str:

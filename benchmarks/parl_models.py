@@ -512,8 +512,8 @@ def main(settings: Settings) -> None:
     steps = ("base", "sft", "worker") if settings.step == "all" else (settings.step,)
     if settings.recipe == "nano":
         steps = tuple(step for step in steps if step != "base")  # it is there
-    elif settings.step == "all" and not settings.again and unpacked(settings, sft_name(settings)):
-        steps = ("worker",)  # nothing else asks for a base
+    elif settings.step == "all" and not settings.again and _needs_no_base(settings):
+        steps = ("sft", "worker")
     ahead = traces_ahead(settings) if settings.step == "all" else None
     try:
         for step in steps:
@@ -542,6 +542,13 @@ def main(settings: Settings) -> None:
     finally:
         if ahead is not None:
             ahead.wait()  # the next call would write the same file
+
+
+def _needs_no_base(settings: Settings) -> bool:
+    """Where there is none, and what would become of it is there or lies packed."""
+    if is_there(settings.out, base_name(settings)):
+        return False
+    return is_there(settings.out, sft_name(settings)) or unpacked(settings, sft_name(settings))
 
 
 def unpacked(settings: Settings, name: str) -> bool:

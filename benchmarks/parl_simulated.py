@@ -29,6 +29,7 @@ from typing import Any, cast, get_args
 import numpy as np
 import torch
 import tyro
+from parl_bars import SIDE_BY_SIDE
 from parl_traces import MIXES, Mix
 from rl_rows import say
 
@@ -196,8 +197,8 @@ def row_of(settings: Settings, table: Mapping[str, np.ndarray], mix: Mix, name: 
         "mix": mix, "arm": name, "lr": lr, "seeds": settings.seeds,
         "spawn": dict(zip(KINDS, np.round(ends.mean(0), 4).tolist())),
         "collapsed": float(np.mean(ends[:, 0] < 0.05)),
-        "prevented": float(np.mean((ends[:, 0] >= 0.8) & (ends[:, 1:] <= 0.2).all(1) & (widths >= 2))),
-        "one_at_a_time": float(np.mean((ends[:, 0] >= 0.5) & (widths < 2))),
+        "prevented": float(np.mean((ends[:, 0] >= 0.8) & (ends[:, 1:] <= 0.2).all(1) & (widths >= SIDE_BY_SIDE))),
+        "one_at_a_time": float(np.mean((ends[:, 0] >= 0.5) & (widths < SIDE_BY_SIDE))),
         "outcome": round(float(np.mean([outcomes[-last:].mean() for _, outcomes, _ in runs])), 4),
         "wide_spawn_by_iteration": np.round(np.mean([spawned[:, 0] for spawned, _, _ in runs], axis=0), 3).tolist(),
     }  # fmt: skip

@@ -460,6 +460,7 @@ def test_a_model_that_lies_packed_is_not_trained_again(monkeypatch, tmp_path):
     monkeypatch.setattr(script, "make_sft", lambda _: pytest.fail("it is trained again"))
     script.main(replace(other, step="all", out=tmp_path / "third"))
     assert {row["row"] for row in json.loads(other.results.read_text())} == {"sft", "worker"}
+    script.main(replace(other, step="all", out=tmp_path / "third"))  # given again, where one model is there
     assert not script.is_there(tmp_path / "third", "base-full-0")  # nothing asks for it
     script.main(replace(other, out=tmp_path / "third"))
     assert script.is_there(tmp_path / "third", "base-full-0")
