@@ -9,6 +9,7 @@
     python benchmarks/parl.py served --arm full --out DIR         seconds of all wide tasks at once, nothing beside them
     python benchmarks/parl.py one-by-one --arm full --out DIR     seconds that one wide task takes, nothing beside it
     python benchmarks/parl.py report                              every bar with what was measured
+    python benchmarks/parl.py report --lr 1e-4                    the same, with that arm in the place of full
     python benchmarks/parl.py all --tiny --out DIR                everything in miniature, on a CPU
 
 On two CPU cores, from the released model, in an hour and a half, a thread for each arm (OMP_NUM_THREADS=1):
@@ -339,14 +340,18 @@ def main(settings: Settings) -> None:
         }  # fmt: skip
         pieces[settings.step](settings)
     if settings.step in ("report", "all"):
-        from parl_bars import bars_text, plot_spawn
+        from parl_bars import bars_text, plot_spawn, plot_widths
 
-        print(bars_text(read_rows(settings.results), tiny=settings.tiny, recipe=settings.recipe))
+        # The released model's arms have a rate of their own, which the defaults of a report do not name.
+        swarm = "full" if settings.recipe == "nano" or settings.step == "all" else arm_of(settings)
+        rows = read_rows(settings.results)
+        print(bars_text(rows, tiny=settings.tiny, recipe=settings.recipe, swarm=swarm))
         if settings.plot is not None:
-            rows, path = read_rows(settings.results), settings.plot
-            narrow = path.with_stem(f"{path.stem}_narrow")
+            path = settings.plot
+            narrow, widths = (path.with_stem(f"{path.stem}_{what}") for what in ("narrow", "width"))
             print(f"\n{plot_spawn(rows, path, recipe=settings.recipe)}")
             print(plot_spawn(rows, narrow, recipe=settings.recipe, kind="narrow"))
+            print(plot_widths(rows, widths, recipe=settings.recipe))
 
 
 def whole_arm(settings: Settings) -> None:

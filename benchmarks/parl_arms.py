@@ -99,7 +99,8 @@ class Settings:
     """Rows of other machines to add first."""
     tiny: bool = False
     plot: Path | None = None
-    """With report: a picture of how often arms work with workers, by iteration, and PATH_narrow for narrow tasks."""
+    """With report: a picture of how often arms work with workers, by iteration; PATH_narrow for narrow tasks, and
+    PATH_width for how many at a time."""
     commit: str = ""
     results: Path = Path("benchmarks/results/parl.json")
 

@@ -14,6 +14,7 @@ from parl_product import Row, f1_of, is_over, product_text, wide_seconds
 from perilune.report.plots import Plot, Series, Threshold, save_png
 
 SEEDS = 3
+SWARM = "full"
 KINDS = ("wide", "narrow", "chain")
 UNCAPPED = 1000.0
 """Times the cap: as many steps as an agent likes."""
@@ -31,23 +32,27 @@ class Bar:
     bar: str
     measured: str
     met: bool | None
-    """By the seeds that there are; None: not measured."""
+    """By all seeds that there are; None: not measured."""
     seeds: int = 0
     """That it was judged on."""
+    met_by: int | None = None
+    """Seeds, where each is judged by itself."""
 
     @property
     def told(self) -> str:
         if self.met is None:
             return "not measured"
         said = "yes" if self.met else "NO"
+        if not self.met and self.met_by:
+            said += f", met by {self.met_by} of {self.seeds} seeds"
         return said if self.seeds >= SEEDS else f"{said}, {self.seeds} of {SEEDS} seeds"
 
 
-def bars_text(rows: Sequence[Row], *, tiny: bool = False, recipe: str = "full") -> str:
+def bars_text(rows: Sequence[Row], *, tiny: bool = False, recipe: str = "full", swarm: str = SWARM) -> str:
     """Tables in Markdown: the bars, the claim of a product, and all arms. With the recipe nano: of the released model's
-    arms alone, as if they were those of the bars."""
+    arms alone, as if they were those of the bars. With another arm for the swarm: that one in the place of `full`."""
     kept = [row for row in rows if bool(row.get("tiny")) == tiny]
-    kept = _as_the_full(kept, recipe)
+    kept = _in_place(_as_the_full(kept, recipe), swarm)
     lines = ["| goal | bar | measured | met |", "|---|---|---|---|"]
     lines += [f"| {each.goal} | {each.bar} | {each.measured or 'nothing'} | {each.told} |" for each in bars(kept)]
     notes = [each for each in (starts_text(kept), unlike_text(kept)) if each]
@@ -60,25 +65,48 @@ def _as_the_full(rows: Sequence[Row], recipe: str) -> list[Row]:
     return [{**row, "recipe": "full"} for row in rows if row.get("recipe") == "nano"]
 
 
+def _in_place(rows: Sequence[Row], swarm: str) -> list[Row]:
+    """Rows of an arm as those of `full`, whose own are left out."""
+    if swarm == SWARM:
+        return list(rows)
+    kept = (row for row in rows if row.get("arm") != SWARM)
+    return [{**row, "arm": SWARM} if row.get("arm") == swarm else row for row in kept]
+
+
 def plot_spawn(rows: Sequence[Row], path: Path, *, recipe: str = "full", kind: str = "wide") -> Path:
-    """Episodes with a worker by iteration, of every seed that was trained, of arms that have tools for workers."""
+    """Episodes with a worker by iteration."""
+    wanted = Threshold(value=0.05, name="collapse") if kind == "wide" else Threshold(value=0.2, name="at most")
+    titles = {"wide": "Workers on wide tasks", "narrow": "Workers on narrow tasks", "chain": "Workers on chains"}
+    plot = Plot(
+        title=titles[kind], x_label="iteration", y_label="share of episodes with a worker",
+        series=_curves(rows, recipe, kind, "spawn"), from_zero=True, thresholds=[wanted],
+    )  # fmt: skip
+    return save_png(plot, path)
+
+
+def plot_widths(rows: Sequence[Row], path: Path, *, recipe: str = "full") -> Path:
+    """Workers in the widest group of wide tasks by iteration: a share of episodes with workers does not tell one after
+    another from side by side."""
+    plot = Plot(
+        title="Workers side by side on wide tasks", x_label="iteration", y_label="workers in the widest group, mean",
+        series=_curves(rows, recipe, "wide", "width"), from_zero=True,
+    )  # fmt: skip
+    return save_png(plot, path)
+
+
+def _curves(rows: Sequence[Row], recipe: str, kind: str, name: str) -> list[Series]:
+    """Of every seed that was trained, of arms that have tools for workers."""
     trained = [row for row in _as_the_full(rows, recipe) if row.get("row") == "train" and not row.get("tiny")]
     arms = dict.fromkeys(row["arm"] for row in trained if row.get("recipe", "full") == "full")
     series = []
     for colour, arm in enumerate(arm for arm in arms if arm != "serial"):
         for row in _of(trained, "train", arm):
-            spawn = row["curves"].get(kind, {}).get("spawn", ())
-            seen = [(number, share) for number, share in enumerate(spawn, start=1) if share is not None]
-            name = arm if not any(each.colour == colour for each in series) else ""
-            series.append(Series(name=name, x=[number for number, _ in seen], y=[share for _, share in seen],
-                                 points=len(spawn) <= FEW_POINTS, colour=colour))  # fmt: skip
-    wanted = Threshold(value=0.05, name="collapse") if kind == "wide" else Threshold(value=0.2, name="at most")
-    titles = {"wide": "Workers on wide tasks", "narrow": "Workers on narrow tasks", "chain": "Workers on chains"}
-    plot = Plot(
-        title=titles[kind], x_label="iteration", y_label="share of episodes with a worker", series=series,
-        from_zero=True, thresholds=[wanted],
-    )  # fmt: skip
-    return save_png(plot, path)
+            values = row["curves"].get(kind, {}).get(name, ())
+            seen = [(number, value) for number, value in enumerate(values, start=1) if value is not None]
+            told = arm if not any(each.colour == colour for each in series) else ""
+            series.append(Series(name=told, x=[number for number, _ in seen], y=[value for _, value in seen],
+                                 points=len(values) <= FEW_POINTS, colour=colour))  # fmt: skip
+    return series
 
 
 def bars(rows: Sequence[Row]) -> list[Bar]:
@@ -195,7 +223,6 @@ def _collapse(rows: Sequence[Row]) -> Bar:
 
 def _prevented(rows: Sequence[Row]) -> Bar:
     found = _of(rows, "train", "full")
-    spawn = {kind: [_last(row, kind, "spawn") for row in _over(found)] for kind in KINDS}
     told = _spawn_by_kind(found)
     if greedy := [row for row in _over(_of(rows, "test", "full", cap=1.0)) if set(KINDS) <= set(row["kinds"])]:
         shares = (f"{kind} {_each(greedy, lambda row, kind=kind: row['kinds'][kind]['spawn'])}" for kind in KINDS)
@@ -205,14 +232,24 @@ def _prevented(rows: Sequence[Row]) -> Bar:
         told += f"; the widest group on wide ones {', '.join(_number(width, '.1f') for width in widths)} workers"
     if thrifty := _of(rows, "train", "economy"):
         told += f" (with economy: {_spawn_by_kind(thrifty)})"
-    known = [(kind, value) for kind, values in spawn.items() for value in values if value is not None]
-    met: bool | None = all(value >= 0.8 if kind == "wide" else value <= 0.2 for kind, value in known)
-    # One worker after another is serial work, with more steps.
-    met = met and all(width >= SIDE_BY_SIDE for row in _over(found) if (width := _last(row, "wide", "width")))
-    if met and len(known) < len(KINDS) * max(1, len(_over(found))):
-        met = None  # a kind that nobody looked at is not prevented
+    judged = [_is_prevented(row) for row in _over(found)]
+    # A kind that nobody looked at is not prevented.
+    met = False if False in judged else True if judged and None not in judged else None
     wanted = f"full: spawn >= 80% on wide, side by side, <= 20% on narrow and chain, {SEEDS} seeds"
-    return Bar(goal="prevented", bar=wanted, measured=told if found else "", met=met, seeds=len(_over(found)))
+    return Bar(goal="prevented", bar=wanted, measured=told if found else "", met=met, seeds=len(judged),
+               met_by=judged.count(True))  # fmt: skip
+
+
+def _is_prevented(row: Row) -> bool | None:
+    """None: a kind of task was not looked at, and those that were say nothing against it."""
+    spawn = {kind: _last(row, kind, "spawn") for kind in KINDS}
+    for kind, value in spawn.items():
+        if value is not None and (value < 0.8 if kind == "wide" else value > 0.2):
+            return False
+    width = _last(row, "wide", "width")
+    if width and width < SIDE_BY_SIDE:
+        return False  # one worker after another is serial work, with more steps
+    return None if None in spawn.values() else True
 
 
 def _spawn_by_kind(rows: Sequence[Row]) -> str:
@@ -229,9 +266,10 @@ def _quality(rows: Sequence[Row]) -> Bar:
             told.append(f"{cap:g}x cap {', '.join(values)}")
         if cap == 1.0:
             judged = [gain for gain, swarm, single in gains if is_over(swarm) and is_over(single)]
-    met = all(gain >= 20 for gain in judged) if judged else None
+    met_by = sum(gain >= 20 for gain in judged)
     return Bar(goal="quality at equal cap", bar="item-F1 >= +20 points over the serial-trained agent",
-               measured="; ".join(told), met=met, seeds=len(judged))  # fmt: skip
+               measured="; ".join(told), met=met_by == len(judged) if judged else None, seeds=len(judged),
+               met_by=met_by)  # fmt: skip
 
 
 def _latency(rows: Sequence[Row]) -> Bar:
@@ -266,9 +304,9 @@ def _latency(rows: Sequence[Row]) -> Bar:
         f"{swarm['each_seconds']['mean']:.2f} s (F1 {f1_of(swarm):.2f})"
         for swarm, single in _paired(_of(rows, "one-by-one", "full"), _of(rows, "one-by-one", "serial"))
     ]
-    met = all(ratio >= 3 for ratio in ratios) if ratios else None
-    return Bar(goal="latency", bar="critical steps at equal F1 >= 3x lower", measured="; ".join(told), met=met,
-               seeds=len(ratios))  # fmt: skip
+    met_by = sum(ratio >= 3 for ratio in ratios)
+    return Bar(goal="latency", bar="critical steps at equal F1 >= 3x lower", measured="; ".join(told),
+               met=met_by == len(ratios) if ratios else None, seeds=len(ratios), met_by=met_by)  # fmt: skip
 
 
 def _steps(row: Row) -> float:
@@ -288,9 +326,8 @@ def steps_at(curve: Sequence[tuple[float, float]], wanted: float) -> float:
 
 def _hollow(rows: Sequence[Row]) -> Bar:
     found, contrast = _of(rows, "train", "full"), _of(rows, "train", "instantiation")
-    finished, unused = ([_last(row, "wide", name) for row in _over(found)] for name in ("finished", "unused"))
-    met = all(value is not None and value >= 0.9 for value in finished)
-    met = met and all(value is not None and value <= 0.1 for value in unused)
+    pairs = [(_last(row, "wide", "finished"), _last(row, "wide", "unused")) for row in _over(found)]
+    met_by = sum(done is not None and done >= 0.9 and idle is not None and idle <= 0.1 for done, idle in pairs)
     told = [
         f"{name} {_each(rows_of, lambda row, key=key: _last(row, 'wide', key), '.3f')}"
         for name, key, rows_of in (
@@ -305,7 +342,7 @@ def _hollow(rows: Sequence[Row]) -> Bar:
     if contrast:
         told.append(f"workers where it is paid for instantiation alone: {_spawn_by_kind(contrast)}")
     return Bar(goal="no hollow work", bar="finish >= 0.9; unused workers <= 10%", measured="; ".join(told),
-               met=met if finished else None, seeds=len(finished))  # fmt: skip
+               met=met_by == len(pairs) if pairs else None, seeds=len(pairs), met_by=met_by)  # fmt: skip
 
 
 def _cost(rows: Sequence[Row]) -> Bar:

@@ -5,10 +5,10 @@
 Twice: every agent at the cap, and every agent at the tested cap whose wide tasks took nearest to as long as those of
 the full recipe's swarm at the cap. Seconds are those of rows `served`, alone on a machine, where all four cells have
 some; else those of the tests. They depend on what agents do: a seed that was not served itself takes those of its
-cell's seed whose agents write most nearly as much. The
-interval is over seeds (t) where there are three; with fewer it is a bootstrap over tasks, which are the same in all
-four cells: it says nothing about another training. What is equal and what is not is read from the rows and told below
-the table.
+cell's seed whose agents write most nearly as much, and has none if that is much more or less. The interval is over
+seeds (t) where each cell has three, and takes all that there are, means of logarithms against each other; with fewer it
+is a bootstrap over tasks, which are the same in all four cells: it says nothing about another training. What is equal
+and what is not is read from the rows and told below the table.
 """
 
 import math
@@ -22,11 +22,13 @@ Cell = tuple[str, str]
 ARMS = {"single": "serial", "swarm": "full"}
 CELLS: tuple[Cell, ...] = (("plain", "single"), ("plain", "swarm"), ("full", "single"), ("full", "swarm"))
 FEWEST_SEEDS = 3
-T_VALUES = {3: 4.30, 4: 3.18, 5: 2.78}
-"""Of 95% intervals, by the number of seeds."""
+T_VALUES = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26, 10: 2.23}
+"""Of 95% intervals, by degrees of freedom; with more the last one, which is a little too wide."""
 ROUNDS = 2000
 ALIKE = 1.1
 """Seconds whose largest is at most so many times the smallest are told as equal."""
+AS_MUCH = 1.25
+"""Agents that write at most so many times what others do take as long as they."""
 
 
 def is_over(row: Row) -> bool:
@@ -101,10 +103,9 @@ def _with_seconds(
 
 
 def _quiet_seconds(row: Row, timed: Sequence[Row]) -> float | None:
-    if not timed:
-        return None
-    own = [each for each in timed if each["seed"] == row["seed"]]
-    return wide_seconds(min(own or timed, key=lambda each: abs(_tokens(each) - _tokens(row))))
+    alike = [each for each in timed if _tokens(row) / AS_MUCH <= _tokens(each) <= _tokens(row) * AS_MUCH]
+    found = [each for each in timed if each["seed"] == row["seed"]] or alike
+    return wide_seconds(min(found, key=lambda each: abs(_tokens(each) - _tokens(row)))) if found else None
 
 
 def _tokens(row: Row) -> float:
@@ -151,21 +152,40 @@ def _whole(value: float | None, form: str = ".0f") -> str:
 
 
 def interaction_text(cells: Mapping[Cell, Mapping[int, Row]]) -> str:
-    seeds = [seed for seed in _seeds(cells) if all(f1_of(rows[seed]) > 0 for rows in cells.values())]
-    if not seeds:
-        return "not measured: all four cells of one seed are needed, each with something right"
-    logs = [_log_ratio({cell: f1_of(rows[seed]) for cell, rows in cells.items()}) for seed in seeds]
-    mean = sum(logs) / len(logs)
-    if len(logs) >= FEWEST_SEEDS:
-        spread = math.sqrt(sum((each - mean) ** 2 for each in logs) / (len(logs) - 1) / len(logs))
-        reach = T_VALUES.get(len(logs), 2.6) * spread
-        low, high, how = mean - reach, mean + reach, f"95%, t over {len(logs)} seeds of reinforcement learning"
+    if not all(cells.values()):
+        return "not measured: all four cells are needed"
+    nothing = [f"seed {seed} of {' '.join(cell)}" for cell, rows in cells.items() for seed, row in sorted(rows.items())
+               if not f1_of(row)]  # fmt: skip
+    if nothing:
+        return f"not defined: {', '.join(nothing)} has nothing right"
+    logs = {cell: [math.log(f1_of(row)) for row in rows.values()] for cell, rows in cells.items()}
+    mean = _log_ratio({cell: math.exp(sum(each) / len(each)) for cell, each in logs.items()})
+    counts = {len(each) for each in logs.values()}
+    fewest = min(counts)
+    if fewest >= FEWEST_SEEDS:
+        reach, freedom = _reach(list(logs.values()))
+        seeds = " to ".join(str(count) for count in dict.fromkeys((fewest, max(counts))))
+        how = f"95%, t with {freedom} degrees of freedom over {seeds} seeds of reinforcement learning a cell"
+        low, high = mean - reach, mean + reach
     else:
-        drawn = _bootstrap(cells, seeds)
+        drawn = _bootstrap(cells)
         if drawn is None:
             return f"{math.exp(mean):.2f} (no interval: rows without the F1 of every task)"
-        (low, high), how = drawn, f"95%, bootstrap over tasks, {len(logs)} of {FEWEST_SEEDS} seeds"
+        (low, high), how = drawn, f"95%, bootstrap over tasks, {fewest} of {FEWEST_SEEDS} seeds"
     return f"{math.exp(mean):.2f} [{math.exp(low):.2f}, {math.exp(high):.2f}], {how}"
+
+
+def _reach(groups: Sequence[Sequence[float]]) -> tuple[float, int]:
+    """Half of the interval of a sum and difference of means, and its degrees of freedom (Welch and Satterthwaite):
+    cells have spreads and numbers of seeds of their own."""
+    means = [sum(each) / len(each) for each in groups]
+    variances = [sum((value - mean) ** 2 for value in each) / (len(each) - 1) / len(each)
+                 for each, mean in zip(groups, means)]  # fmt: skip
+    total = sum(variances)
+    if not total:
+        return 0.0, sum(len(each) - 1 for each in groups)
+    freedom = int(total**2 / sum(each**2 / (len(group) - 1) for each, group in zip(variances, groups)))
+    return T_VALUES.get(freedom, T_VALUES[max(T_VALUES)]) * math.sqrt(total), freedom
 
 
 def _log_ratio(f1: Mapping[Cell, Any]) -> Any:
@@ -173,19 +193,19 @@ def _log_ratio(f1: Mapping[Cell, Any]) -> Any:
     return np.log(gain) - np.log(other)
 
 
-def _bootstrap(cells: Mapping[Cell, Mapping[int, Row]], seeds: Sequence[int]) -> tuple[float, float] | None:
-    """Of the mean over seeds, by drawing the tasks that all cells have again with replacement."""
-    known = [rows[seed].get("wide_f1s") or {} for rows in cells.values() for seed in seeds]
-    tasks = sorted(set.intersection(*(set(each) for each in known)))
+def _bootstrap(cells: Mapping[Cell, Mapping[int, Row]]) -> tuple[float, float] | None:
+    """By drawing the tasks that all cells have again with replacement."""
+    known = {cell: [row.get("wide_f1s") or {} for row in rows.values()] for cell, rows in cells.items()}
+    tasks = sorted(set.intersection(*(set(each) for rows in known.values() for each in rows)))
     if not tasks:
         return None
     drawn = np.random.default_rng(0).integers(0, len(tasks), (ROUNDS, len(tasks)))
-    logs = np.zeros(ROUNDS)
-    for seed in seeds:
-        f1 = {cell: np.array([rows[seed]["wide_f1s"][task] for task in tasks]) for cell, rows in cells.items()}
-        # A draw in which a cell has nothing right would be infinite.
-        logs += _log_ratio({cell: np.maximum(values[drawn].mean(1), 1e-4) for cell, values in f1.items()}) / len(seeds)
-    low, high = np.quantile(logs, (0.025, 0.975))
+    f1 = dict[Cell, Any]()
+    for cell, rows in known.items():
+        # A draw in which a seed has nothing right would be infinite.
+        means = [np.maximum(np.array([row[task] for task in tasks])[drawn].mean(1), 1e-4) for row in rows]
+        f1[cell] = np.exp(sum(np.log(each) for each in means) / len(means))
+    low, high = np.quantile(_log_ratio(f1), (0.025, 0.975))
     return float(low), float(high)
 
 

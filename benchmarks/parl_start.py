@@ -21,10 +21,10 @@ from typing import Any
 
 import tyro
 from parl_arms import MEMORY_GIB, means, short
-from parl_models import KEY, Recipe
+from parl_models import Recipe, keep_row
 from parl_traces import Mix, environment_of
 from rl_base import is_there
-from rl_rows import add_rows, say
+from rl_rows import say
 
 from perilune.recipes.parl import parl
 from perilune.rl.environment import OUTCOME
@@ -132,7 +132,7 @@ def main(settings: Settings) -> None:
         "seconds": round(time.monotonic() - began, 1), "commit": settings.commit or environment.get("commit", ""),
         "environment": environment,
     }  # fmt: skip
-    add_rows(settings.results, [row], key=KEY)
+    keep_row(row, results=settings.results, out=settings.out)
 
 
 if __name__ == "__main__":

@@ -328,6 +328,18 @@ def test_models_are_made_arms_are_trained_tested_and_continued_on_a_cpu(arm, tmp
     assert all(each["episodes"] == 2 and each["wide_seconds"] > 0 for each in quiet)
 
 
+def test_a_start_is_asked_what_it_can_before_any_reward(arm, monkeypatch):
+    script, made = arm
+    start = load_script(monkeypatch, "parl_start")
+    start.main(start.Settings(out=made.out, results=made.results, tiny=True))
+    for path in (made.results, made.out / "rows.json"):  # a machine that hands back the results keeps those of `out`
+        (row,) = [each for each in script.read_rows(path) if each["row"] == "start"]
+        assert set(row["ways"]) == {"sampled", "told", "alone"} and row["name"] == "sft-full-mostly-serial-0"
+        assert set(row["ways"]["told"]["kinds"]) == {"wide"}
+        assert set(row["ways"]["alone"]["kinds"]) == {"wide", "narrow", "chain"}
+        assert row["ways"]["sampled"]["kinds"]["wide"]["episodes"] == 2
+
+
 def test_what_others_said_of_an_arm_meanwhile_is_not_taken_back(monkeypatch, tmp_path):
     script = load_script(monkeypatch, "parl_models")
     told = {"row": "train", "name": "full-full-0", "seed": 0, "tiny": False}

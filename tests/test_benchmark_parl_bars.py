@@ -67,9 +67,9 @@ def test_bars_are_met_by_three_seeds_and_by_fewer_only_as_many_as_they_are(bars)
     full = [trained("full", wide=0.9, narrow=0.1, seed=seed) for seed in range(3)]
     assert told(bars, full)["prevented"] == "yes" and told(bars, full)["no hollow work"] == "yes"
     eager = [*full[:2], trained("full", wide=0.9, narrow=0.5, seed=2)]
-    assert told(bars, eager)["prevented"] == "NO"
+    assert told(bars, eager)["prevented"] == "NO, met by 2 of 3 seeds"
     beside = [*eager, trained("economy", wide=0.85, narrow=0.1)]  # shown, and counts for nothing
-    assert told(bars, beside)["prevented"] == "NO"
+    assert told(bars, beside)["prevented"] == "NO, met by 2 of 3 seeds"
     assert "(with economy: wide 0.85; narrow 0.10; chain 0.00)" in measured(bars, beside)["prevented"]
     assert told(bars, [a_test("full", 0.9, 6.0), a_test("serial", 0.5, 15.0)])["quality at equal cap"] == (
         "yes, 1 of 3 seeds"
@@ -88,8 +88,28 @@ def test_spawning_is_not_prevented_where_a_kind_of_task_was_not_looked_at(bars):
 def test_workers_one_after_another_prevent_nothing(bars):
     rows = [trained("full", wide=1.0, seed=seed) for seed in (0, 1, 2)]
     rows[1]["last_fifth"]["wide"]["width"] = 1.02
-    assert told(bars, rows)["prevented"] == "NO"
+    assert told(bars, rows)["prevented"] == "NO, met by 2 of 3 seeds"
     assert "the widest group on wide ones 11.6, 1.0, 11.6 workers" in measured(bars, rows)["prevented"]
+
+
+def test_a_bar_that_some_seeds_miss_says_how_many_meet_it(bars):
+    rows = [trained("full", wide=wide, seed=seed) for seed, wide in enumerate((0.9, 0.95, 0.3, 0.99))]
+    assert told(bars, rows)["prevented"] == "NO, met by 3 of 4 seeds"
+    rows += [a_test("full", f1, 6.0, seed=seed) for seed, f1 in enumerate((0.9, 0.5))]
+    rows += [a_test("serial", 0.6, 30.0, seed=seed, cap=cap) for seed in (0, 1) for cap in (1.0, 1000.0)]
+    said = told(bars, rows)
+    assert said["quality at equal cap"] == "NO, met by 1 of 2 seeds, 2 of 3 seeds"
+    assert said["no hollow work"] == "yes" and said["latency"] == "yes, 2 of 3 seeds"
+    assert told(bars, rows[:1])["prevented"] == "yes, 1 of 3 seeds"
+    assert told(bars, rows[2:3])["prevented"] == "NO, 1 of 3 seeds"
+
+
+def test_another_arm_is_judged_in_the_place_of_full(bars):
+    slow = "full, lr0.0001"
+    rows = [trained("full", wide=0.3), *(trained(slow, wide=0.9, seed=seed) for seed in (0, 1, 2))]
+    assert "| wide 0.30; narrow 0.00;" in bars.bars_text(rows)
+    text = bars.bars_text(rows, swarm=slow)
+    assert "| wide 0.90, 0.90, 0.90; narrow" in text and "0.30" not in text
 
 
 def test_an_arm_that_is_not_finished_meets_no_bar_and_is_shown_with_what_it_has(bars):
@@ -163,9 +183,25 @@ def test_the_product_has_an_interval_over_tasks_with_one_seed_and_over_seeds_wit
     assert low < 1 < high
     three = [{**each, "seed": seed, "wide_f1": {"mean": each["wide_f1"]["mean"] + 0.01 * seed}}
              for each in one for seed in range(3)]  # fmt: skip
-    assert "95%, t over 3 seeds" in product.product_text(three)
+    assert "over 3 seeds of reinforcement learning a cell" in product.product_text(three)
     assert "not measured" in product.product_text(one[:3])
+    assert "not defined: seed 0 of full swarm has nothing" in product.product_text(
+        [*one[:3], {**one[3], "wide_f1": {"mean": 0.0}}]
+    )
     assert "no interval" in product.product_text([{**each, "wide_f1s": None} for each in one])
+
+
+def test_the_product_s_interval_over_seeds_takes_all_that_a_cell_has(product):
+    single = [a_test("serial", f1, 15.0, recipe=recipe, seed=seed) for recipe in ("plain", "full")
+              for seed, f1 in enumerate((0.6, 0.6, 0.6))]  # fmt: skip
+    plain = [a_test("full", f1, 6.0, recipe="plain", seed=seed) for seed, f1 in enumerate((0.6, 0.6, 0.6))]
+    swarm = [a_test("full", f1, 6.0, seed=seed) for seed, f1 in enumerate((0.9, 0.8, 1.0, 0.4))]
+    # By scipy: t.interval(0.95, 3, mean(log([.9, .8, 1, .4])) - log(.6), sem(log([.9, .8, 1, .4]))), exponentiated.
+    text = product.product_text([*single, *plain, *swarm])
+    assert "1.22 [0.63, 2.36], 95%, t with 3 degrees of freedom over 3 to 4 seeds" in text
+    # By scipy: ttest_ind(log([.9, .8, 1, .4]), log([.5, .6, .8]), equal_var=False).df is 4.8, and with t.ppf(0.975, 4):
+    uneven = [{**row, "wide_f1": {"mean": f1}} for row, f1 in zip(plain, (0.5, 0.6, 0.8))]
+    assert "1.18 [0.59, 2.35], 95%, t with 4 degrees" in product.product_text([*single, *uneven, *swarm])
 
 
 def _interval(text: str) -> tuple[float, float]:
@@ -203,6 +239,7 @@ def test_seconds_of_a_quiet_machine_are_taken_where_all_four_cells_have_them(pro
     assert "Nothing ran beside what was served" in text
     own = product.product_text([*rows, *timed, {**unlike, "seed": 0}])
     assert "| full | swarm | - + - | 0.60 | 2.0 | 0.60 at 1x | 2.0 |" in own
+    assert "| full | swarm | - + - | 0.60 | - | - | - |" in product.product_text([*rows, *timed[:-1], unlike])
     unfinished = [{**each, "iterations": 12} for each in timed]
     assert "Arms that ran side by side shared the card" in product.product_text([*rows, *unfinished])
 
@@ -278,6 +315,9 @@ def test_a_plot_shows_every_arm_and_leaves_out_iterations_without_wide_tasks(bar
     assert [list(each.y) for each in drawn[1].series] == [[0.9]]  # who has no tools for workers is not shown
     narrow = trained("full", wide=0.9, curves={"narrow": {"spawn": [0.2, 0.4]}})
     bars.plot_spawn([narrow], tmp_path / "c.png", kind="narrow")
+    one = trained("full", wide=1.0, curves={"wide": {"spawn": [1.0, 1.0], "width": [1.0, None]}})
+    bars.plot_widths([one], tmp_path / "d.png")
+    assert "side by side" in drawn[3].title and [list(each.y) for each in drawn[3].series] == [[1.0]]
     assert drawn[2].title == "Workers on narrow tasks" and [list(each.y) for each in drawn[2].series] == [[0.2, 0.4]]
 
 
