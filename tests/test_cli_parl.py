@@ -45,6 +45,16 @@ def test_arms_are_trained_resumed_replayed_and_compared(place, capsys):
     assert "micro_parl, alone" in (place / "arms.html").read_text()
 
 
+def test_how_a_swarm_failed_is_said_at_the_end(place, monkeypatch, capsys):
+    monkeypatch.setattr("perilune.report.parl.FEWEST_ITERATIONS", 1)
+    monkeypatch.setattr("perilune.report.parl.MOST_UNUSED", -1.0)  # whoever has any workers has some for show then
+    monkeypatch.setattr("perilune.report.parl.OFTEN", 1e-6)
+    rl_verb(["micro_parl", *[each for each in SMALL if each != "--quiet"]])
+    said = capsys.readouterr().err
+    assert "Workers for show on wide tasks: " in said or "No episode on wide tasks had a worker." in said
+    assert "on narrow tasks" not in said  # which nobody is paid to share
+
+
 def test_workers_can_be_those_of_another_run(place):
     rl_verb(["micro_parl", *SMALL, "--name", "other", "--seed", "5"])
     rl_verb(["micro_parl", *SMALL, "--parl.workers-from", "other"])

@@ -7,7 +7,7 @@ from tests.rl.swarm_talk import ANSWER, CREATE, TOOLS, SwarmTalk, assign, settin
 
 from perilune.report.lanes import lanes_svg, timeline
 from perilune.report.page import Page, render_page
-from perilune.report.parl import swarm_sections, write_arms_page
+from perilune.report.parl import swarm_notes, swarm_sections, write_arms_page
 from perilune.report.rl import read_rl_run, rl_page
 from perilune.rl.critical_steps import steps_of
 from perilune.rl.swarm_episode import swarm_episode
@@ -84,14 +84,38 @@ def test_sections_show_before_and_after_by_kind():
     assert swarm_sections([{"iteration": 1}], []) == []
 
 
+def test_notes_say_how_a_swarm_has_failed_of_late():
+    def run(*spawn: float, **last) -> list[dict]:
+        return [{"iteration": n, "kinds": kinds(each, **last)} for n, each in enumerate(spawn)]
+
+    fine = run(0.1, 0.2, 0.5, 0.9, 1.0, width=11.0, unused=0.1, finished=0.98)
+    assert swarm_notes(fine, ("wide",)) == []
+    (collapsed,) = swarm_notes(run(0.1, 0.3, 0.1, 0.0, 0.0), ("wide",))
+    assert collapsed == "Serial collapse on wide tasks: of late 0% of the episodes have a worker, 30% once had."
+    # Half of the episodes, each with one worker at a time, have half a worker on average.
+    (single,) = swarm_notes(run(0.1, 0.2, 0.4, 0.4, 0.5, width=0.5), ("wide",))
+    assert "One worker after another on wide tasks: 50% of the episodes have workers, 1.0 at a time" in single
+    assert swarm_notes(run(0.1, 0.2, 0.4, 0.4, 0.5, width=1.0), ("wide",)) == []  # two at a time, in half of them
+    hollow, lost = swarm_notes(run(0.1, 0.2, 0.4, 0.8, 0.9, width=3.0, unused=0.4, finished=0.6), ("wide",))
+    assert "for show on wide tasks: 40% of them left nothing" in hollow and "60% of the assigned tasks end" in lost
+    assert swarm_notes(run(0.0, 0.0, 0.0, 0.0, 0.0)) == [
+        "No episode on narrow tasks had a worker.", "No episode on wide tasks had a worker.",
+    ]  # fmt: skip
+    assert swarm_notes(fine[:4]) == [] and swarm_notes(run(*[0.0] * 5), ("chain",)) == []
+    assert swarm_notes([{"iteration": n, "reward": 0.5} for n in range(9)]) == []  # a run without swarms
+
+
 def test_a_run_with_a_swarm_has_them_in_its_report_and_arms_stand_beside_each_other(tmp_path):
     for name, spawn in (("full", 0.9), ("outcome", 0.0)):
         folder = tmp_path / name
         folder.mkdir()
-        (folder / "rl.json").write_text(json.dumps({"name": name, "rl": {"iterations": 5}}))
+        config = {"name": name, "rl": {"iterations": 5, "parl": {"kinds": ["wide"]}}}
+        (folder / "rl.json").write_text(json.dumps(config))
         (folder / "records.jsonl").write_text("".join(json.dumps(line) + "\n" for line in iterations(5, spawn)))
-    titles = [section.title for section in rl_page(read_rl_run(tmp_path / "full")).sections]
-    assert "The swarm in training" in titles
+    page = rl_page(read_rl_run(tmp_path / "full"))
+    assert "The swarm in training" in [section.title for section in page.sections]
+    assert "Worth knowing" not in [section.title for section in page.sections]
+    assert "No episode on wide tasks had a worker." in render_page(rl_page(read_rl_run(tmp_path / "outcome")))
     page = write_arms_page({"full": tmp_path / "full", "outcome": tmp_path / "outcome"}, tmp_path / "arms.html")
     text = page.read_text()
     assert "Arms beside each other" in text and ">72%<" in text.replace("\n", "").replace("  ", "")

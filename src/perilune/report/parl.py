@@ -1,6 +1,7 @@
 """What reports show of swarms: how often and how wide they work in parallel, by kind of task, before and after.
 
     swarm_sections(iterations, evaluations)       sections of a run's report (report/rl.py); [] for a run without swarms
+    swarm_notes(iterations, kinds)                how a swarm has failed of late, in sentences; [] where it has not
     write_arms_page({"full": folder, ...}, path)  several runs beside each other
 
 Records have `kinds` (rl/parl.py, by_kind) and `parl` (how much of the extra rewards is left); evaluations also have the
@@ -37,6 +38,13 @@ COLUMNS = (
     "worker_tokens",
 )
 SHARES = ("spawn", "finished", "unused")
+FEWEST_ITERATIONS = 5
+"""Of a run, before anything is said of how its swarm works."""
+COLLAPSED, OFTEN = 0.05, 0.2
+"""Episodes with a worker, below which a swarm has collapsed, and from which on its workers are looked at."""
+ALONE = 1.5
+"""Workers side by side, below which they come one after another."""
+MOST_UNUSED, LEAST_FINISHED = 0.2, 0.8
 
 
 def swarm_sections(iterations: Records, evaluations: Records) -> list[Section]:
@@ -64,6 +72,37 @@ def swarm_sections(iterations: Records, evaluations: Records) -> list[Section]:
     if timelines := _timelines(evaluations):
         sections.append(Timelines(title="Episodes as timelines", plots=timelines, text=LEGEND))
     return sections
+
+
+def swarm_notes(iterations: Records, kinds: Sequence[str] = ()) -> list[str]:
+    """What went wrong in the last fifth, on tasks that are to be worked on in parallel (empty: all kinds): nobody
+    delegates, workers come one after another, or for show."""
+    if len(iterations) < FEWEST_ITERATIONS:
+        return []
+    last, notes = iterations[-max(1, len(iterations) // 5) :], []
+    for kind in kinds or _kinds(last):
+        found = {key: _mean([_reader(kind, key)(record) for record in last]) for key in COLUMNS}
+        spawn, width, unused, finished = (found[key] for key in ("spawn", "width", "unused", "finished"))
+        if spawn is None:
+            continue
+        most = max(filter(None, map(number, map(_reader(kind, "spawn"), iterations))), default=0.0)
+        if not most:
+            notes.append(f"No episode on {kind} tasks had a worker.")
+        elif spawn < COLLAPSED:
+            had = f"of late {spawn:.0%} of the episodes have a worker, {most:.0%} once had"
+            notes.append(f"Serial collapse on {kind} tasks: {had}.")
+        if spawn < OFTEN:
+            continue
+        if width is not None and width / spawn < ALONE:
+            notes.append(
+                f"One worker after another on {kind} tasks: {spawn:.0%} of the episodes have workers, "
+                f"{width / spawn:.1f} at a time. That is serial work with more steps, though the spawn rate is high."
+            )
+        if unused is not None and unused > MOST_UNUSED:
+            notes.append(f"Workers for show on {kind} tasks: {unused:.0%} of them left nothing in the final answer.")
+        if finished is not None and finished < LEAST_FINISHED:
+            notes.append(f"Lost work on {kind} tasks: {finished:.0%} of the assigned tasks end with a result.")
+    return notes
 
 
 def _kinds(iterations: Records) -> list[str]:

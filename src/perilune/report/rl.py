@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from perilune.report.page import Headline, Notes, Page, PictureRow, Plots, Sample, Samples, Section, Table, write_page
-from perilune.report.parl import swarm_sections
+from perilune.report.parl import swarm_notes, swarm_sections
 from perilune.report.pictures import picture_row, pictures_section, png_of
 from perilune.report.plots import Plot, Series, number, series_from_records, smoothed
 from perilune.report.training import ReportError
@@ -138,8 +138,14 @@ def _headlines(records: RLRecords) -> list[Headline]:
     return found
 
 
+def swarm_notes_of(records: RLRecords) -> list[str]:
+    """How the swarm of a run has failed of late, on the tasks on which parallel work is paid for."""
+    kinds = _get(records.config, "rl", "parl", "kinds")
+    return swarm_notes(records.iterations, kinds if isinstance(kinds, list) else ())
+
+
 def _notes(records: RLRecords) -> list[str]:
-    notes = []
+    notes = swarm_notes_of(records)
     lost = sum(_failures(records.iterations).values())
     episodes = sum(int(number(each.get("episodes")) or 0) for each in records.iterations)
     if lost:

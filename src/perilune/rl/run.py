@@ -29,7 +29,7 @@ import torch
 from perilune.data.chat_rows import ChatRows
 from perilune.data.tokenizer import Tokenizer
 from perilune.model import Decoder
-from perilune.report.rl import write_rl_report
+from perilune.report.rl import read_rl_run, swarm_notes_of, write_rl_report
 from perilune.rl.environment import Environment
 from perilune.rl.evaluation import EPISODES, EVALUATIONS, evaluate, forget_after, read_evaluations
 from perilune.rl.loop import CHECKPOINTS, RECORDS, TRAJECTORIES, UNJUDGED, Loop, RLConfig
@@ -129,6 +129,8 @@ def train_policy(
         if stop.signal_number is not None and not work.is_over:
             progress.say(f"saved at iteration {work.iteration}; go on with `{resume_command(folder)}`")
             raise Interrupted(stop.signal_number)
+        for note in swarm_notes_of(read_rl_run(folder)):
+            progress.say(note)
     return _summary(config, folder, report, work.seconds)
 
 
