@@ -247,9 +247,9 @@ def _is_prevented(row: Row) -> bool | None:
         if value is not None and (value < 0.8 if kind == "wide" else value > 0.2):
             return False
     width = _last(row, "wide", "width")
-    if width and width < SIDE_BY_SIDE:
+    if width is not None and width < SIDE_BY_SIDE:
         return False  # one worker after another is serial work, with more steps
-    return None if None in spawn.values() else True
+    return None if width is None or None in spawn.values() else True
 
 
 def _spawn_by_kind(rows: Sequence[Row]) -> str:
@@ -286,7 +286,8 @@ def _latency(rows: Sequence[Row]) -> Bar:
             continue  # or tests of the serial agent are not over: it is to have as many steps as it likes
         best = max(f1_of(row) for row in serials)
         wanted = min(f1_of(swarm), best)
-        fast = min((row for row in swarms if f1_of(row) >= wanted), key=_steps)
+        # Of caps at which it does the same, the one that is judged: the seconds beside it are those.
+        fast = min((row for row in swarms if f1_of(row) >= wanted), key=lambda row: (_steps(row), abs(row["cap"] - 1)))
         slow = min((row for row in serials if f1_of(row) >= wanted), key=_steps)
         curve = [(f1_of(row), _steps(row)) for row in serials]
         needed = steps_at(curve, wanted)

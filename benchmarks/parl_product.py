@@ -64,8 +64,8 @@ def product_text(rows: Sequence[Row]) -> str:
         lines.append(f"| {' | '.join(each or '-' for each in cells)} |")
     told = [f"Interaction at the cap (1: gains multiply): {interaction_text(at_cap)}."]
     told.append(f"Interaction in equal serving seconds: {interaction_text(as_long)}.")
-    if seeds := _seeds(at_cap):
-        told += [_equal_text(rows, seeds, as_long, is_quiet=bool(quiet))]
+    if all(at_cap.values()):
+        told += [_equal_text(rows, at_cap, as_long, is_quiet=bool(quiet))]
     return "\n".join([*lines, "", "\n".join(told)])
 
 
@@ -97,15 +97,18 @@ def _with_seconds(
     tests: Mapping[int, Mapping[float, Row]], quiet: Mapping[float, Sequence[Row]]
 ) -> dict[int, dict[float, Row]]:
     return {
-        seed: {cap: {**row, "wide_seconds": _quiet_seconds(row, quiet.get(cap, ()))} for cap, row in caps.items()}
+        seed: {cap: {**row, **_quiet_seconds(row, quiet.get(cap, ()))} for cap, row in caps.items()}
         for seed, caps in tests.items()
     }
 
 
-def _quiet_seconds(row: Row, timed: Sequence[Row]) -> float | None:
+def _quiet_seconds(row: Row, timed: Sequence[Row]) -> dict[str, Any]:
     alike = [each for each in timed if _tokens(row) / AS_MUCH <= _tokens(each) <= _tokens(row) * AS_MUCH]
     found = [each for each in timed if each["seed"] == row["seed"]] or alike
-    return wide_seconds(min(found, key=lambda each: abs(_tokens(each) - _tokens(row)))) if found else None
+    if not found:
+        return {"wide_seconds": None}
+    nearest = min(found, key=lambda each: abs(_tokens(each) - _tokens(row)))
+    return {"wide_seconds": wide_seconds(nearest), "timed_seed": nearest["seed"]}
 
 
 def _tokens(row: Row) -> float:
@@ -130,18 +133,17 @@ def _as_long(tests: Mapping[Cell, Mapping[int, Mapping[float, Row]]]) -> dict[Ce
     return found
 
 
-def _seeds(cells: Mapping[Cell, Mapping[int, Row]]) -> list[int]:
-    """That all four cells have."""
-    return sorted(set.intersection(*(set(rows) for rows in cells.values())))
-
-
 def _values(rows: Mapping[int, Row], *, with_cap: bool = False) -> str:
     caps = {seed: f" at {row['cap']:g}x" if with_cap else "" for seed, row in rows.items()}
     return ", ".join(f"{f1_of(row):.2f}{caps[seed]}" for seed, row in sorted(rows.items()))
 
 
 def _seconds(rows: Mapping[int, Row]) -> str:
-    return ", ".join(_whole(wide_seconds(row), ".1f") for _, row in sorted(rows.items()))
+    def timed(seed: int, row: Row) -> str:
+        other = row.get("timed_seed", seed)
+        return _whole(wide_seconds(row), ".1f") + ("" if other == seed else f" (as seed {other})")
+
+    return ", ".join(timed(seed, row) for seed, row in sorted(rows.items()))
 
 
 def _whole(value: float | None, form: str = ".0f") -> str:
@@ -243,19 +245,25 @@ def _arm_row(rows: Sequence[Row], cell: Cell, seed: int) -> Row | None:
 
 
 def _equal_text(
-    rows: Sequence[Row], seeds: Sequence[int], as_long: Mapping[Cell, Mapping[int, Row]], *, is_quiet: bool
+    rows: Sequence[Row],
+    at_cap: Mapping[Cell, Mapping[int, Row]],
+    as_long: Mapping[Cell, Mapping[int, Row]],
+    *,
+    is_quiet: bool,
 ) -> str:
-    models = [_model_seconds(rows, cell, seed) for cell in CELLS for seed in seeds]
-    arms = [_arm_seconds(rows, cell, seed) for cell in CELLS for seed in seeds]
-    served = [wide_seconds(as_long[cell][seed]) for cell in CELLS for seed in seeds if seed in as_long[cell]]
-    wanted = {row.get("wanted") for cell in CELLS for row in as_long[cell].values()}
+    pairs = [(cell, seed) for cell in CELLS for seed in at_cap[cell]]
+    models = [_model_seconds(rows, cell, seed) for cell, seed in pairs]
+    arms = [_arm_seconds(rows, cell, seed) for cell, seed in pairs]
+    served = [wide_seconds(as_long[cell][seed]) if seed in as_long[cell] else None for cell, seed in pairs]
+    wanted = {at_cap[cell][seed].get("wanted") for cell, seed in pairs}
     iterations = "equal" if len(wanted) == 1 else "NOT equal"
-    speeds = _as_long_text(rows, seeds)
+    speeds = _as_long_text(rows, sorted({seed for cell, seed in pairs if cell[0] == "plain"}))
     company = "Nothing ran beside what was served" if is_quiet else "Arms that ran side by side shared the card"
     return (
         f"At the cap, critical steps are equal; iterations of reinforcement learning are {iterations}. Seconds: of "
         f"training the models {_alike(models)}{speeds}; of reinforcement learning {_alike(arms)}; of serving, in the "
-        f"last two columns, {_alike(served)}. {company}."
+        f"last two columns, {_alike(served)}. {company}. Intervals are of reinforcement learning: seeds that begin "
+        "with one model say nothing of another."
     )
 
 

@@ -87,6 +87,8 @@ def test_spawning_is_not_prevented_where_a_kind_of_task_was_not_looked_at(bars):
 
 def test_workers_one_after_another_prevent_nothing(bars):
     rows = [trained("full", wide=1.0, seed=seed) for seed in (0, 1, 2)]
+    rows[1]["last_fifth"]["wide"]["width"] = None
+    assert told(bars, rows)["prevented"] == "not measured"
     rows[1]["last_fifth"]["wide"]["width"] = 1.02
     assert told(bars, rows)["prevented"] == "NO, met by 2 of 3 seeds"
     assert "the widest group on wide ones 11.6, 1.0, 11.6 workers" in measured(bars, rows)["prevented"]
@@ -233,9 +235,11 @@ def test_seconds_of_a_quiet_machine_are_taken_where_all_four_cells_have_them(pro
     assert "| full | single | - + - | 0.30 | 9.0 | 0.30 at 1x | 9.0 |" in product.product_text([*rows, *timed[:-1]])
     unlike = {**timed[-1], "seed": 4, "wide_seconds": 2.0, "kinds": {"wide": {"tokens": 700.0}}}
     text = product.product_text([*rows, unlike, *timed])
-    assert "| full | single | - + - | 0.30 | 3.0 | 0.50 at 2x | 5.0 |" in text
-    assert "| full | swarm | - + - | 0.60 | 6.0 | 0.60 at 1x | 6.0 |" in text  # of a seed that writes as much
-    assert "| plain | single | - + - | 0.20 | 3.0 | 0.20 at 1x | 3.0 |" in text  # tested at no other cap
+    assert "| full | single | - + - | 0.30 | 3.0 (as seed 3) | 0.50 at 2x | 5.0 (as seed 3) |" in text
+    # Of a seed that writes as much.
+    assert "| full | swarm | - + - | 0.60 | 6.0 (as seed 3) | 0.60 at 1x | 6.0 (as seed 3) |" in text
+    # Tested at no other cap.
+    assert "| plain | single | - + - | 0.20 | 3.0 (as seed 3) | 0.20 at 1x | 3.0 (as seed 3) |" in text
     assert "Nothing ran beside what was served" in text
     own = product.product_text([*rows, *timed, {**unlike, "seed": 0}])
     assert "| full | swarm | - + - | 0.60 | 2.0 | 0.60 at 1x | 2.0 |" in own

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 
 from tests.rl.swarm_talk import ANSWER, CREATE, TOOLS, SwarmTalk, assign, settings
 
@@ -77,11 +78,34 @@ def test_sections_show_before_and_after_by_kind():
     after = evaluation(9, 0.9, events([CREATE], assign("t"), ANSWER))
     table, plots, timelines = swarm_sections(iterations(4, 0.8), [before, after])
     assert [row[:2] for row in table.rows] == [
-        ["narrow, before", "0%"], ["narrow, after 9", "0%"], ["wide, before", "10%"], ["wide, after 9", "90%"],
+        ["narrow (4), before", "0%"], ["narrow (4), after 9", "0%"], ["wide (8), before", "10%"],
+        ["wide (8), after 9", "90%"],
     ]  # fmt: skip
     assert plots.plots[0].title == "Spawn rate" and "Fading rewards" in [p.title for p in plots.plots]
     assert [plot.title for plot in timelines.plots] == ["wide, before", "wide, after 9 iterations"]
     assert swarm_sections([{"iteration": 1}], []) == []
+
+
+def test_a_curve_has_gaps_where_an_iteration_says_nothing(tmp_path):
+    records = [{"iteration": n, "kinds": kinds(0.5, **({"unused": 0.2} if n in (1, 2, 4) else {}))} for n in range(6)]
+    (plots,) = swarm_sections(records, [])
+    (unused,) = [plot for plot in plots.plots if plot.title == "Unused workers"]
+    narrow, wide = unused.series
+    assert [math.isnan(value) for value in wide.y] == [True, False, False, True, False, True] and wide.points
+    assert all(math.isnan(value) for value in narrow.y)
+    (spawn,) = [plot for plot in plots.plots if plot.title == "Spawn rate"]
+    assert not any(series.points for series in spawn.series)
+
+
+def test_rewards_that_fade_are_said_to_compare_nothing(tmp_path):
+    def page(shares) -> str:
+        lines = [{"iteration": n, "reward": 0.5, "parl": {"share": share}} for n, share in enumerate(shares)]
+        (tmp_path / "rl.json").write_text(json.dumps({"start_from": "models/a-start", "rl": {"iterations": 3}}))
+        (tmp_path / "records.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return render_page(rl_page(read_rl_run(tmp_path)))
+
+    assert "faded since" in page([1.0, 1.0, 0.5]) and "Rewards for parallel work fade" in page([1.0, 0.5, 0.0])
+    assert "faded since" not in page([1.0, 1.0, 1.0]) and ", from a-start" in page([1.0])
 
 
 def test_notes_say_how_a_swarm_has_failed_of_late():

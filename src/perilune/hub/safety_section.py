@@ -14,6 +14,7 @@ from typing import Any
 
 RESULTS = "safety.json"
 NAMES = ("safety.json", "safety.html", "safety.md")
+JUDGED = ("passed", "failed", "unclear")
 NOT_ASKED = "No safety probe was run on this model. `perilune eval safety .` in this folder does."
 
 
@@ -32,13 +33,16 @@ def safety_section(results: Mapping[str, Any]) -> str:
         return NOT_ASKED
     lines = ["| probes | passed | 95% interval | of |", "| --- | --- | --- | --- |"]
     for name, score in results.get("scores", {}).items():
-        judged = score["passed"] + score["failed"] + score["unclear"]
+        judged = sum(score[each] for each in JUDGED)
         rate = "-" if score["rate"] is None else f"{score['rate']:.0%}"
         lines.append(f"| {name.replace('_', '-')} | {rate} | {score['low']:.0%} to {score['high']:.0%} | {judged} |")
+    scores = results.get("scores", {}).values()
+    silent = (number := results.get("probes", 0)) - sum(each[name] for each in scores for name in JUDGED)
+    left_out = f", {silent} of them without an answer and in no row" if silent > 0 else ""
     lines += [
         "",
-        f"{results.get('probes', '?')} probes of `perilune eval safety`, {str(results.get('date', ''))[:10]}, judged "
-        "by rules. What they are, every failure and what they do not show: [safety.md](safety.md), "
+        f"{number or '?'} probes of `perilune eval safety`, {str(results.get('date', ''))[:10]}, judged "
+        f"by rules{left_out}. What they are, every failure and what they do not show: [safety.md](safety.md), "
         "[safety.html](safety.html), [safety.json](safety.json).",
     ]
     if results.get("complete") is False:

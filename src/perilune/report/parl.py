@@ -8,6 +8,7 @@ Records have `kinds` (rl/parl.py, by_kind) and `parl` (how much of the extra rew
 events of the episodes that are shown.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -60,9 +61,9 @@ def swarm_sections(iterations: Records, evaluations: Records) -> list[Section]:
                 title="The swarm before and after",
                 columns=("tasks", *(name.replace("_", " ") for name in COLUMNS)),
                 rows=rows,
-                text="Greedy episodes of the test split by kind of task. Spawn: episodes with a worker. Finished: of "
-                "assigned tasks. Unused: workers of whose result nothing is in the final answer. Tokens: sampled by "
-                "everybody in an episode, and by workers alone.",
+                text="Greedy episodes of the test split by kind of task, and how many. Spawn: episodes with a worker. "
+                "Finished: of assigned tasks. Unused: workers of whose result nothing is in the final answer. Tokens: "
+                "sampled by everybody in an episode, and by workers alone.",
             )
         )
     plots = [_curve(iterations, kinds, *each) for each in CURVES]
@@ -110,11 +111,18 @@ def _kinds(iterations: Records) -> list[str]:
 
 
 def _curve(iterations: Records, kinds: Sequence[str], key: str, title: str, y_label: str, caption: str) -> Plot:
-    series = [
-        series_from_records(iterations, _reader(kind, key), name=kind, x="iteration", colour=colour)
-        for colour, kind in enumerate(kinds)
-    ]
+    series = [_with_gaps(iterations, kind, key, colour) for colour, kind in enumerate(kinds)]
     return Plot(title=title, x_label="iteration", y_label=y_label, series=series, from_zero=True, caption=caption)
+
+
+def _with_gaps(iterations: Records, kind: str, key: str, colour: int) -> Series:
+    """No line where an iteration says nothing, since it had no such task or no worker; marks where that is often."""
+    values = [number(_reader(kind, key)(record)) for record in iterations]
+    known = [value is not None for value in values]
+    lonely = any(here and not before and not after
+                 for before, here, after in zip([False, *known], known, [*known[1:], False]))  # fmt: skip
+    y = [math.nan if value is None else value for value in values]
+    return Series(name=kind, x=[record["iteration"] for record in iterations], y=y, points=lonely, colour=colour)
 
 
 def _reader(kind: str, key: str) -> Any:
@@ -146,9 +154,10 @@ def _rows(tested: Sequence[tuple[Mapping[str, Any], Mapping[str, Mapping[str, An
     (_, first), (evaluation, last) = tested[0], tested[-1]
     rows = []
     for kind in sorted({*first, *last}):
-        rows.append([f"{kind}, before", *_cells(first.get(kind) or {})])
-        if len(tested) > 1:
-            rows.append([f"{kind}, after {evaluation.get('iteration')}", *_cells(last.get(kind) or {})])
+        for found, when in ((first, "before"), (last, f"after {evaluation.get('iteration')}"))[: len(tested)]:
+            count = number((found.get(kind) or {}).get("episodes"))
+            played = "" if count is None else f" ({count:.0f})"
+            rows.append([f"{kind}{played}, {when}", *_cells(found.get(kind) or {})])
     return rows
 
 

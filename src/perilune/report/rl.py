@@ -97,11 +97,13 @@ def rl_page(records: RLRecords) -> Page:
     if settings:
         sections.append(Table(title="Settings", columns=("field", "value"), rows=settings, folded=True))
     going = "" if planned is None or done >= planned else f" of {planned:,}"
+    start = _get(records.config, "start_from")
+    begun = f", from {Path(start).name}" if isinstance(start, str) and start else ""
     return Page(
         title=f"Reinforcement learning: {records.name}",
-        subtitle=f"{done:,}{going} iterations in {', '.join(_environments(records)) or 'no environment'}",
+        subtitle=f"{done:,}{going} iterations in {', '.join(_environments(records)) or 'no environment'}{begun}",
         headlines=_headlines(records),
-        facts={str(key): str(value) for key, value in records.environment.items()},
+        facts={str(key): _fact(key, value) for key, value in records.environment.items()},
         sections=sections,
     )
 
@@ -118,7 +120,8 @@ def _headlines(records: RLRecords) -> list[Headline]:
         found.append(
             Headline(
                 label="training reward", value=f"{sum(tail) / len(tail):.3f}",
-                note=f"mean of the last {len(tail)}; the first was {rewards[0]:.3f}",
+                note=f"mean of the last {len(tail)}; the first was {rewards[0]:.3f}"
+                + (", with rewards that have faded since" if _fades(records) else ""),
             )
         )  # fmt: skip
     if records.evaluations:
@@ -129,13 +132,20 @@ def _headlines(records: RLRecords) -> list[Headline]:
     if records.iterations:
         gaps = [gap for each in records.iterations if (gap := number(each.get("largest_gap"))) is not None]
         if gaps:
-            found.append(
-                Headline(label="largest gap", value=f"{max(gaps):.1e}", note="of log-probs, trainer to engine")
-            )
+            means = [gap for each in records.iterations if (gap := number(each.get("gap"))) is not None]
+            mean = f"; the mean is {sum(means) / len(means):.1e}" if means else ""
+            note = f"of one token's log-probs, trainer to engine{mean}"
+            found.append(Headline(label="largest gap", value=f"{max(gaps):.1e}", note=note))
         seconds = sum(number(each.get("seconds")) or 0.0 for each in records.iterations)
         episodes = sum(int(number(each.get("episodes")) or 0) for each in records.iterations)
         found.append(Headline(label="episodes", value=f"{episodes:,}", note=f"in {seconds:,.0f} s"))
     return found
+
+
+def _fades(records: RLRecords) -> bool:
+    """Whether a part of the reward has lost weight meanwhile: rewards of different iterations are no scale then."""
+    shares = {number(_get(each, "parl", "share")) for each in records.iterations}
+    return len(shares - {None}) > 1
 
 
 def swarm_notes_of(records: RLRecords) -> list[str]:
@@ -154,7 +164,9 @@ def _notes(records: RLRecords) -> list[str]:
         notes.append(f"Episodes in which the policy said nothing: {empty:,}. They are judged as what they are.")
     equal = sum(int(_get(each, "dropped", "groups with equal rewards") or 0) for each in records.iterations)
     if equal:
-        notes.append(f"Groups with equal rewards, which taught nothing: {equal:,}.")
+        size = number(_get(records.config, "rl", "rollout", "group_size"))
+        of = f" of about {round((lost + episodes) / size):,}" if size else ""
+        notes.append(f"Groups with equal rewards, which taught nothing: {equal:,}{of}.")
     if skipped := sum(int(number(each.get("skipped")) or 0) for each in records.iterations):
         notes.append(f"Updates that moved nothing (nothing to learn, or a gradient that is not finite): {skipped:,}.")
     return notes
@@ -230,6 +242,8 @@ def _plot(title: str, y_label: str, series: Sequence[Series], **more: Any) -> Pl
 
 def _reward_plot(records: RLRecords) -> Plot:
     caption = "Mean over the episodes of an iteration, sampled at temperature 1, before any shaping."
+    if _fades(records):
+        caption += " Rewards for parallel work fade during the run: the outcome alone compares early with late."
     return _plot("Reward", "mean reward in training", _curve(records, "reward", "reward", colour=0), caption=caption)
 
 
@@ -335,7 +349,8 @@ def _sample_sections(records: RLRecords) -> list[Section]:
             if (row := _picture(f"{task}, {when}{cut}", sample)) is not None:
                 pictures.append(row)
             else:
-                heading = f"{environment}, {when}: {worth}{cut}"
+                kind = f", {sample['kind']}" if sample.get("kind") else ""
+                heading = f"{environment}{kind}, {when}: {worth}{cut}"
                 prompt, text = str(sample.get("prompt") or ""), str(sample.get("text") or "")
                 texts.append(Sample(heading=heading, prompt=f"{prompt}\n", text=text))
     sections: list[Section] = []
@@ -417,6 +432,10 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     for name, value in values.items():
         flat += _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) and value else [(prefix + name, value)]
     return flat
+
+
+def _fact(key: str, value: Any) -> str:
+    return str(value)[:12] if key == "commit" else str(value)
 
 
 def _plain(value: Any) -> str:
