@@ -3,14 +3,17 @@
 import asyncio
 import json
 import math
+from dataclasses import asdict, replace
 
 from tests.rl.swarm_talk import ANSWER, CREATE, TOOLS, SwarmTalk, assign, settings
 
+from perilune.recipes.parl import parl
 from perilune.report.lanes import lanes_svg, timeline
 from perilune.report.page import Page, render_page
-from perilune.report.parl import swarm_notes, swarm_sections, write_arms_page
+from perilune.report.parl import paid_text, swarm_notes, swarm_sections, write_arms_page
 from perilune.report.rl import read_rl_run, rl_page
 from perilune.rl.critical_steps import steps_of
+from perilune.rl.parl import arm
 from perilune.rl.swarm_episode import swarm_episode
 
 
@@ -84,6 +87,25 @@ def test_sections_show_before_and_after_by_kind():
     assert plots.plots[0].title == "Spawn rate" and "Fading rewards" in [p.title for p in plots.plots]
     assert [plot.title for plot in timelines.plots] == ["wide, before", "wide, after 9 iterations"]
     assert swarm_sections([{"iteration": 1}], []) == []
+
+
+def test_what_is_paid_for_is_said_in_a_sentence():
+    def told(config) -> str:
+        return paid_text(json.loads(json.dumps(asdict(config))))
+
+    assert told(parl().rl.parl) == (
+        "Paid: 1 for the outcome; on wide tasks also 0.5 for workers that are started and 0.5 for tasks that end with "
+        "a result; fading over 16 iterations, once 80% of enough tasks end with a result. Workers are frozen."
+    )
+    assert told(arm("outcome")) == "Paid: 1 for the outcome. Workers are frozen."
+    alone = told(replace(arm("instantiation"), kinds=(), workers="joint"))
+    assert alone == (
+        "Paid: 0 for the outcome; on all tasks also 0.5 for workers that are started. Workers are the policy itself."
+    )
+    clock = told(replace(arm("economy"), anneal="clock", start=7, over=9))
+    assert "0.1 for few steps of everybody; on wide" in clock and "over 9 iterations from iteration 7 on" in clock
+    assert "the outcome counts for the rest of 1" in told(arm("blog"))
+    assert paid_text({}) == paid_text({"form": "other", "outcome": 1.0}) == ""
 
 
 def test_a_curve_has_gaps_where_an_iteration_says_nothing(tmp_path):

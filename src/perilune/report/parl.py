@@ -1,6 +1,6 @@
 """What reports show of swarms: how often and how wide they work in parallel, by kind of task, before and after.
 
-    swarm_sections(iterations, evaluations)       sections of a run's report (report/rl.py); [] for a run without swarms
+    swarm_sections(iterations, evaluations, parl) sections of a run's report (report/rl.py); [] for a run without swarms
     swarm_notes(iterations, kinds)                how a swarm has failed of late, in sentences; [] where it has not
     write_arms_page({"full": folder, ...}, path)  several runs beside each other
 
@@ -48,8 +48,11 @@ ALONE = 1.5
 MOST_UNUSED, LEAST_FINISHED = 0.2, 0.8
 
 
-def swarm_sections(iterations: Records, evaluations: Records) -> list[Section]:
-    """Tables, curves and timelines; [] where nothing was played by a swarm."""
+def swarm_sections(
+    iterations: Records, evaluations: Records, parl: Mapping[str, Any] | None = None
+) -> list[Section]:
+    """Tables, curves and timelines; [] where nothing was played by a swarm. `parl`: the rewards, as a run's settings
+    have them (rl/parl.py)."""
     kinds = _kinds(iterations)
     tested = [(each, found) for each in evaluations if (found := _tested_kinds(each))]
     if not kinds and not tested:
@@ -69,7 +72,7 @@ def swarm_sections(iterations: Records, evaluations: Records) -> list[Section]:
     plots = [_curve(iterations, kinds, *each) for each in CURVES]
     plots.append(_fading(iterations))
     if shown := [plot for plot in plots if not plot.is_empty]:
-        sections.append(Plots(title="The swarm in training", plots=shown))
+        sections.append(Plots(title="The swarm in training", plots=shown, text=paid_text(parl or {})))
     if timelines := _timelines(evaluations):
         sections.append(Timelines(title="Episodes as timelines", plots=timelines, text=LEGEND))
     return sections
@@ -104,6 +107,32 @@ def swarm_notes(iterations: Records, kinds: Sequence[str] = ()) -> list[str]:
         if finished is not None and finished < LEAST_FINISHED:
             notes.append(f"Lost work on {kind} tasks: {finished:.0%} of the assigned tasks end with a result.")
     return notes
+
+
+def paid_text(parl: Mapping[str, Any]) -> str:
+    """What a run pays for, and who its workers are; nothing without settings of these names."""
+    weights = {name: number(parl.get(name)) for name in ("parallel", "finish", "outcome", "economy")}
+    if parl.get("form") not in ("report", "blog") or weights["outcome"] is None:
+        return ""
+    names = {"parallel": "workers that are started", "finish": "tasks that end with a result"}
+    extra = [f"{weight:g} for {names[name]}" for name in names if (weight := weights[name])]
+    told = [f"{weights['outcome']:g} for the outcome"]
+    if weights["economy"]:
+        told.append(f"{weights['economy']:g} for few steps of everybody")
+    text = f"Paid: {', '.join(told)}"
+    if extra:
+        kinds = parl.get("kinds")
+        where = f"{', '.join(map(str, kinds))} tasks" if isinstance(kinds, list) and kinds else "all tasks"
+        over, rate, start = parl.get("over"), number(parl.get("finish_rate")), parl.get("start")
+        when = {
+            "finish": f"; fading over {over} iterations, once {rate or 0:.0%} of enough tasks end with a result",
+            "clock": f"; fading over {over} iterations from iteration {start} on",
+        }.get(str(parl.get("anneal")), "")
+        text += f"; on {where} also {' and '.join(extra)}{when}"
+    if parl["form"] == "blog":
+        text += "; in the blog's form, where the outcome counts for the rest of 1"
+    workers = {"frozen": "Workers are frozen.", "joint": "Workers are the policy itself."}.get(str(parl.get("workers")))
+    return f"{text}. {workers or ''}".strip()
 
 
 def _kinds(iterations: Records) -> list[str]:

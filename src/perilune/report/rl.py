@@ -75,7 +75,8 @@ def rl_page(records: RLRecords) -> Page:
                 ),
             )
         )
-    sections += swarm_sections(records.iterations, records.evaluations)
+    parl = _get(records.config, "rl", "parl")
+    sections += swarm_sections(records.iterations, records.evaluations, parl if isinstance(parl, dict) else None)
     groups = (
         ("Reward", [_reward_plot(records), _facet_plot(records), _evaluation_plot(records)]),
         ("Episodes", _episode_plots(records)),
