@@ -1,6 +1,7 @@
 """`perilune rl`: what a new user sees, what is refused, and that every setting has a flag."""
 
 import json
+import shutil
 
 import pytest
 
@@ -50,6 +51,15 @@ def test_a_run_goes_on_by_its_name_and_a_run_starts_from_another(place, capsys, 
     load_run(place / "runs" / "arithmetic")
 
 
+def test_a_copy_of_a_run_goes_on_by_itself_and_leaves_the_run_alone(place, untaught):
+    rl_verb(["micro_copy", *SMALL, "--quiet"])
+    run, copy = place / "runs" / "micro_copy", place / "runs" / "copy"
+    shutil.copytree(run, copy)
+    rl_verb(["copy", "--resume", "--iterations", "3", "--quiet"])
+    lengths = [len((folder / "records.jsonl").read_text().splitlines()) for folder in (run, copy)]
+    assert lengths == [2, 3] and read_config(copy / "rl.json").name == "copy"
+
+
 def test_every_way_to_shape_the_reward_has_a_flag(place, untaught):
     chats = place / "chats.jsonl"
     said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
@@ -84,6 +94,7 @@ def refused(arguments, capsys) -> str:
         (["arithmetic"], "give --from RUN"),
         (["arithmetic", "--from", "nothing"], "there is no run 'nothing'"),
         (["micro_copy", "--resume"], "start it without --resume"),
+        (["stopped-early", "--resume"], "there is no run 'stopped-early' in 'runs' to resume"),
         (["micro_copy", "--iterations", "0"], "iterations is 0"),
         (["micro_copy", "--learner.ptx-weight", "1"], "ptx.sources is empty"),
         (["micro_copy", "--overlap", "--groups.max-staleness", "0"], "at least 1"),
