@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -58,6 +59,26 @@ def test_a_copy_of_a_run_goes_on_by_itself_and_leaves_the_run_alone(place, untau
     rl_verb(["copy", "--resume", "--iterations", "3", "--quiet"])
     lengths = [len((folder / "records.jsonl").read_text().splitlines()) for folder in (run, copy)]
     assert lengths == [2, 3] and read_config(copy / "rl.json").name == "copy"
+
+
+@pytest.mark.parametrize("name", ["rl.json", "evaluations.jsonl"])
+def test_a_kill_while_a_resumed_run_writes_leaves_what_was_there(place, untaught, monkeypatch, name):
+    rl_verb(["micro_copy", *SMALL, "--quiet"])
+    whole = Path.write_text
+
+    def half(path, text, *options, **more):
+        if path.name.lstrip(".") == name:
+            whole(path, text[: len(text) // 2], *options, **more)
+            raise KeyboardInterrupt
+        return whole(path, text, *options, **more)
+
+    before = (place / "runs" / "micro_copy" / name).read_bytes()
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_text", half)
+        with pytest.raises(KeyboardInterrupt):
+            rl_verb(["micro_copy", "--resume", "--iterations", "3", "--quiet"])
+    assert (place / "runs" / "micro_copy" / name).read_bytes() == before
+    rl_verb(["micro_copy", "--resume", "--iterations", "3", "--quiet"])
 
 
 def test_every_way_to_shape_the_reward_has_a_flag(place, untaught):
