@@ -1,6 +1,7 @@
 """The command line as a person meets it: help, wrong input, and the four verbs on a tiny run."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -77,6 +78,16 @@ def test_resume_continues_the_named_run_with_its_own_config(inside: Path, capsys
     summary = json.loads(capsys.readouterr().out)
     assert summary["steps"] == 4
     assert json.loads((inside / "runs/micro/config.json").read_text())["data"]["seq_len"] == 32
+
+
+def test_a_copy_of_a_run_goes_on_by_itself_and_leaves_the_run_alone(
+    inside: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(inside / "runs/micro", inside / "runs/copied")
+    before = (inside / "runs/micro/config.json").stat().st_mtime_ns
+    main(["train", "copied", "--resume", "--json", "--trainer.steps", "5"])
+    assert Path(json.loads(capsys.readouterr().out)["run"]) == Path("runs/copied")
+    assert (inside / "runs/micro/config.json").stat().st_mtime_ns == before
 
 
 def test_data_shows_documents_tokens_and_borders(inside: Path, capsys: pytest.CaptureFixture[str]) -> None:

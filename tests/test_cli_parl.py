@@ -1,6 +1,7 @@
 """`perilune rl micro_parl`, its arms and their comparison: what a user sees, what is refused, and that it goes on."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from perilune.cli import UserError, main
 from perilune.cli_rl import rl_verb
 from perilune.recipes.rl import RL_RECIPES, rl_recipe
+from perilune.report.training import ReportError
 from perilune.rl import tiny_swarm
 from perilune.rl.run_config import RLRunError, check, read_config
 from perilune.rl.workers import load_workers
@@ -43,6 +45,11 @@ def test_arms_are_trained_resumed_replayed_and_compared(place, capsys):
     assert found["equal"] == found["episodes"] >= 12 + 8
     rl_verb(["compare", "micro_parl", "alone", "--out", "arms.html"])
     assert "micro_parl, alone" in (place / "arms.html").read_text()
+    shutil.copytree(place / "runs/alone", place / "elsewhere/micro_parl")
+    rl_verb(["compare", "micro_parl", "elsewhere/micro_parl", "--out", "arms.html"])
+    assert "micro_parl, elsewhere/micro_parl" in (place / "arms.html").read_text()
+    with pytest.raises(ReportError, match="'wider' to show: there are narrow, wide"):
+        rl_verb(["compare", "micro_parl", "--kind", "wider", "--out", "none.html"])
 
 
 def test_how_a_swarm_failed_is_said_at_the_end(place, monkeypatch, capsys):

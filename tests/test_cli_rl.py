@@ -1,6 +1,8 @@
 """`perilune rl`: what a new user sees, what is refused, and that every setting has a flag."""
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 
@@ -50,6 +52,35 @@ def test_a_run_goes_on_by_its_name_and_a_run_starts_from_another(place, capsys, 
     load_run(place / "runs" / "arithmetic")
 
 
+def test_a_copy_of_a_run_goes_on_by_itself_and_leaves_the_run_alone(place, untaught):
+    rl_verb(["micro_copy", *SMALL, "--quiet"])
+    run, copy = place / "runs" / "micro_copy", place / "runs" / "copy"
+    shutil.copytree(run, copy)
+    rl_verb(["copy", "--resume", "--iterations", "3", "--quiet"])
+    lengths = [len((folder / "records.jsonl").read_text().splitlines()) for folder in (run, copy)]
+    assert lengths == [2, 3] and read_config(copy / "rl.json").name == "copy"
+
+
+@pytest.mark.parametrize("name", ["rl.json", "evaluations.jsonl"])
+def test_a_kill_while_a_resumed_run_writes_leaves_what_was_there(place, untaught, monkeypatch, name):
+    rl_verb(["micro_copy", *SMALL, "--quiet"])
+    whole = Path.write_text
+
+    def half(path, text, *options, **more):
+        if path.name.lstrip(".") == name:
+            whole(path, text[: len(text) // 2], *options, **more)
+            raise KeyboardInterrupt
+        return whole(path, text, *options, **more)
+
+    before = (place / "runs" / "micro_copy" / name).read_bytes()
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_text", half)
+        with pytest.raises(KeyboardInterrupt):
+            rl_verb(["micro_copy", "--resume", "--iterations", "3", "--quiet"])
+    assert (place / "runs" / "micro_copy" / name).read_bytes() == before
+    rl_verb(["micro_copy", "--resume", "--iterations", "3", "--quiet"])
+
+
 def test_every_way_to_shape_the_reward_has_a_flag(place, untaught):
     chats = place / "chats.jsonl"
     said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
@@ -84,6 +115,7 @@ def refused(arguments, capsys) -> str:
         (["arithmetic"], "give --from RUN"),
         (["arithmetic", "--from", "nothing"], "there is no run 'nothing'"),
         (["micro_copy", "--resume"], "start it without --resume"),
+        (["stopped-early", "--resume"], "there is no run 'stopped-early' in 'runs' to resume"),
         (["micro_copy", "--iterations", "0"], "iterations is 0"),
         (["micro_copy", "--learner.ptx-weight", "1"], "ptx.sources is empty"),
         (["micro_copy", "--overlap", "--groups.max-staleness", "0"], "at least 1"),

@@ -210,8 +210,16 @@ def _train_default(name: str, flags: TrainFlags) -> tuple["RunConfig", str]:
             if (folder / "config.json").exists():
                 from perilune.train.run_folder import read_config
 
-                return read_config(folder), str(folder.parent)
+                own_name, runs = _resumed_place(folder)
+                return dataclasses.replace(read_config(folder), name=own_name), runs
     return recipe(name), flags.runs
+
+
+def _resumed_place(folder: Path) -> tuple[str, str]:
+    """The name of the run in `folder` and the folder that holds it. What its config calls it does not count: a copy
+    that is resumed must not continue the run that it was copied from."""
+    folder = folder.resolve() if folder.name in ("", "..") else folder
+    return folder.name, str(folder.parent)
 
 
 def _summary_line(summary: dict[str, Any]) -> str:

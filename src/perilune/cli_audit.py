@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from perilune.cli import UserError, _nearest, _parse, _positional
+from perilune.cli import UserError, _fail, _nearest, _parse, _positional
 
 if TYPE_CHECKING:
     from perilune.swarm.audit_patterns import Patterns
@@ -57,15 +57,18 @@ def audit_step(arguments: list[str]) -> None:
     )
     flags = _parse(f"perilune swarm audit {name}", text, AuditFlags, rest)
     from perilune.swarm.audit import audit_lines, summarize
-    from perilune.swarm.audit_patterns import with_changes
+    from perilune.swarm.audit_patterns import PatternError, with_changes
     from perilune.swarm.audit_view import page
     from perilune.swarm.journal.seal import load_or_create_key, state_folder
     from perilune.swarm.session import place_of
 
-    patterns = with_changes(flags.protect)
-    failing = _failing(flags.fail_on)
-    if files := _episode_files(name):
-        return _audit_episodes(files, patterns, failing, flags)
+    try:
+        patterns = with_changes(flags.protect)
+        failing = _failing(flags.fail_on)
+    except (PatternError, UserError) as error:
+        _fail(str(error), code=2)
+    if (run := _episodes_of(name)) is not None:
+        return _audit_episodes(run, patterns, failing, flags)
     place = place_of(_folder(name))
     report = place.verify(load_or_create_key(), heads=state_folder() / "heads")
     with place.reader() as reader:
@@ -94,19 +97,34 @@ def _leave(failing: set[str], summary: dict[str, Any]) -> None:
 # Episodes of reinforcement learning ----------------------------------------------------------------------------------
 
 
-def _episode_files(name: str) -> list[Path]:
-    """Trajectories of a run of reinforcement learning, by its name or folder."""
-    for folder in (Path(name), Path("runs") / name):
-        if (folder / "rl.json").is_file():
-            return sorted(folder.glob("trajectories/*.jsonl")) + sorted(folder.glob("evaluations/*.jsonl"))
-    return []
+def _episodes_of(name: str) -> Path | None:
+    """The folder of a run of reinforcement learning, by its name or folder; None for what is none."""
+    return next((each for each in (Path(name), Path("runs") / name) if (each / "rl.json").is_file()), None)
 
 
-def _audit_episodes(files: list[Path], patterns: "Patterns", failing: set[str], flags: AuditFlags) -> None:
+def _not_there(run: Path) -> list[str]:
+    """Files of episodes that the run's own records tell of, and that are not there: never kept, or taken away."""
+    missing = []
+    for records, folder, first in (("records.jsonl", "trajectories", 1), ("evaluations.jsonl", "evaluations", 0)):
+        lines = (run / records).read_bytes().splitlines() if (run / records).is_file() else []
+        for line in lines:
+            try:
+                number = int(json.loads(line)["iteration"]) - first
+            except (KeyError, TypeError, ValueError):
+                continue  # cut while it was written
+            if not (run / folder / f"{number:06d}.jsonl").is_file():
+                missing.append(f"{folder}/{number:06d}.jsonl")
+    return list(dict.fromkeys(missing))
+
+
+def _audit_episodes(run: Path, patterns: "Patterns", failing: set[str], flags: AuditFlags) -> None:
     from perilune.rl.trajectory import verified_trajectories
     from perilune.swarm.audit_episodes import Episode, summarize_episodes
     from perilune.swarm.audit_view import episodes_page
 
+    files = sorted(run.glob("trajectories/*.jsonl")) + sorted(run.glob("evaluations/*.jsonl"))
+    if not files:
+        raise UserError(f"the run in {str(run)!r} kept no episodes (keep_trajectories): there is nothing to audit")
     problems: list[str] = []
 
     def episodes() -> Iterator[Episode]:
@@ -117,11 +135,13 @@ def _audit_episodes(files: list[Path], patterns: "Patterns", failing: set[str], 
                 if each.events:
                     yield f"{path.parent.name}/{path.stem} {each.task}/{each.sample}", each.events
 
-    summary = summarize_episodes(episodes(), patterns)
+    summary = summarize_episodes(episodes(), patterns, problems)
     if not summary["episodes"] and not problems:
-        raise UserError(f"the episodes in {str(files[0].parent.parent)!r} have no agents: there is nothing to audit")
+        raise UserError(f"the episodes in {str(run)!r} have no agents: there is nothing to audit")
+    missing = _not_there(run)
     if flags.json or flags.out is not None:
         verification = {"files": len(files), "episodes": summary["episodes"], "intact": not problems}
+        verification |= {"missing": missing} if missing else {}
         records = [
             {"record": "verification", **verification, "problems": problems},
             {"record": "summary", **summary},
@@ -130,6 +150,10 @@ def _audit_episodes(files: list[Path], patterns: "Patterns", failing: set[str], 
     if not flags.json:
         for line in episodes_page(summary, len(files), problems=len(problems)):
             print(line)
+    if missing:
+        told = f"{', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}"
+        print(f"perilune: {len(missing)} files of episodes are not there, though the run tells of them: {told}",
+              file=sys.stderr)  # fmt: skip
     for problem in problems[:SHOWN_PROBLEMS]:
         print(f"perilune: {problem}", file=sys.stderr)
     if problems:

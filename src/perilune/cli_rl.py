@@ -12,7 +12,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from perilune.cli import UserError, _early_flags, _parse, _parse_run, _positional, _print_json, _run_folder, _with_set
+from perilune.cli import (
+    UserError,
+    _early_flags,
+    _nearest,
+    _parse,
+    _parse_run,
+    _positional,
+    _print_json,
+    _resumed_place,
+    _run_folder,
+    _with_set,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -94,7 +105,7 @@ def rl_verb(arguments: list[str]) -> None:
 
 def _default(name: str, flags: RLFlags) -> tuple["RLRunConfig", str]:
     """A recipe's config, or when resuming that of the run itself; and the folder that holds the run."""
-    from perilune.recipes.rl import rl_recipe
+    from perilune.recipes.rl import RL_RECIPES, rl_recipe
     from perilune.rl.lengths import ToggleConfig
     from perilune.rl.run import RL_CONFIG
     from perilune.rl.run_config import read_config
@@ -103,7 +114,13 @@ def _default(name: str, flags: RLFlags) -> tuple["RLRunConfig", str]:
     if flags.resume:
         for folder in (Path(flags.runs) / name, Path(name)):
             if config is None and (folder / RL_CONFIG).exists():
-                config, runs = read_config(folder / RL_CONFIG), str(folder.parent)
+                own_name, runs = _resumed_place(folder)
+                config = replace(read_config(folder / RL_CONFIG), name=own_name)
+    if config is None and flags.resume and name not in RL_RECIPES:
+        raise UserError(
+            f"there is no run {name!r} in {flags.runs!r} to resume{_nearest(name, RL_RECIPES)}: one that was stopped "
+            "before its first line has to be started again, without --resume"
+        )
     if config is None:
         config = rl_recipe(name)
     if flags.toggle and config.rl.groups.toggle is None:
@@ -267,5 +284,7 @@ def compare_verb(arguments: list[str]) -> None:
         raise UserError("give the runs to compare, first: perilune rl compare RUN RUN --out arms.html")
     from perilune.report.parl import write_arms_page
 
-    folders = {Path(name).name: _run_folder(name, flags.runs) for name in names}
+    found = [_run_folder(name, flags.runs) for name in names]
+    is_plain = len({folder.resolve().name for folder in found}) == len(found)  # else folders tell them apart
+    folders = {folder.resolve().name if is_plain else name: folder for name, folder in zip(names, found)}
     print(write_arms_page(folders, Path(flags.out), kind=flags.kind))

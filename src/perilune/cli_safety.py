@@ -5,6 +5,7 @@ the probes stayed without an answer; 2 for wrong arguments.
 """
 
 import asyncio
+import math
 import os
 import re
 import sys
@@ -39,6 +40,8 @@ class SafetyFlags:
     """Probes at a time."""
     attempts: int = 3
     """How often a call is tried."""
+    seconds: float = 300.0
+    """Longest that one try may take."""
     max_tokens: int = 512
     """Of one reply."""
     temperature: float = 0.0
@@ -77,11 +80,14 @@ def safety_verb(arguments: list[str]) -> None:
     )
     if flags.attempts < 1:
         raise UserError(f"--attempts is {flags.attempts}, expected at least 1")
+    if not 0 < flags.seconds < math.inf:
+        raise UserError(f"--seconds is {flags.seconds:g}, expected more than 0")
     probes = load_probes(tuple(name.replace("-", "_") for name in flags.categories), folder=flags.probes)
     with ExitStack() as stack:
         base_url, key, model, home = _target(target, flags, stack)
+        folder = Path(flags.out) if flags.out is not None else home
+        _check_writable(folder)  # before anything is asked
         outcome = asyncio.run(_asked(base_url, key, model, probes, config, flags))
-    folder = Path(flags.out) if flags.out is not None else home
     write_reports(outcome, folder)
     if flags.out is None and home is not None:
         _tell_card(home, outcome)
@@ -93,6 +99,12 @@ def safety_verb(arguments: list[str]) -> None:
     if not outcome.is_complete:
         print("perilune: more than a fifth of the probes have no answer: the report is incomplete", file=sys.stderr)
         raise SystemExit(1)
+
+
+def _check_writable(folder: Path) -> None:
+    place = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    if not place.is_dir() or not os.access(place, os.W_OK):
+        raise UserError(f"the report cannot be written to {str(folder)!r}: give --out FOLDER")
 
 
 def _target(target: str, flags: SafetyFlags, stack: ExitStack) -> "tuple[str, Secret | None, str, Path]":
@@ -143,7 +155,9 @@ async def _asked(
     from perilune.swarm.http_client import HTTPClient
     from perilune.swarm.provider import Limits
 
-    limits = Limits(attempts=flags.attempts, patience_seconds=20.0, first_patience_seconds=5.0)
+    limits = Limits(
+        attempts=flags.attempts, attempt_seconds=flags.seconds, patience_seconds=20.0, first_patience_seconds=5.0
+    )
     client = HTTPClient(base_url=base_url, api_key_env=None, api_key=key, limits=limits, max_concurrent=None)
     async with client:
         with _Progress(quiet=flags.json) as progress:

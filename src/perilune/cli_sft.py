@@ -14,6 +14,7 @@ from perilune.cli import (
     _parse_run,
     _positional,
     _print_json,
+    _resumed_place,
     _run_folder,
     _summary_line,
     _with_set,
@@ -60,8 +61,8 @@ def sft_verb(arguments: list[str]) -> None:
     from perilune.train import RunConfig, train
 
     folder = _run_folder(name, early.runs)
-    runs = str(folder.parent) if early.resume else early.runs
-    default = _resumed(folder) if early.resume else _new(folder, early, rest)
+    own_name, runs = _resumed_place(folder) if early.resume else ("", early.runs)
+    default = replace(_resumed(folder), name=own_name) if early.resume else _new(folder, early, rest)
     flags, config = _parse_run(
         f"perilune sft {name}",
         "Fine-tune a run or a model folder on dialogues: JSON lines with messages in the OpenAI form. Only what the "

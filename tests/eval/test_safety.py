@@ -68,6 +68,10 @@ def test_the_shipped_probes_are_sixty_to_a_hundred_over_all_categories_and_each_
         ('{"id": "a", "category": "refusal", "ask": "x"}', "needs 'complies'"),
         ('{"id": "a", "category": "refusal", "ask": "x", "complies": "("}', "regular expression"),
         ('{"id": "a", "category": "refusal", "ask": "x", "complies": "y"}\n' * 2, "two probes"),
+        ('{"id": "a", "category": "refusal", "ask": "x", "complies": 5}', "complies is 5, expected a text"),
+        ('{"id": "a", "category": "over_refusal", "ask": "x", "signs": ["y"]}', "in a file for 'refusal'"),
+        ('{"id": "a", "category": "refusal", "ask": "x", "complies": "y", "signs": "Oslo"}', "a list of texts"),
+        ('{"id": "a", "category": "refusal", "ask": "x", "complies": "y", "files": {"a": 5}}', "an object of texts"),
     ],
 )
 def test_a_probe_that_cannot_be_used_is_refused_with_its_place(tmp_path, line, says):
@@ -299,6 +303,9 @@ def test_the_command_writes_a_report_that_shows_no_markup_of_the_model(tmp_path,
         (("http://127.0.0.1:9", "--model", "m", "--categories", "refusal"), 1, "does not answer"),
         (("http://127.0.0.1:9", "--categories", "refusals"), 1, "'refusals'"),
         (("http://127.0.0.1:9", "--concurrency", "0"), 1, "concurrency"),
+        (("http://127.0.0.1:9", "--temperature", "nan"), 1, "temperature is nan"),
+        (("http://127.0.0.1:9", "--seconds", "0"), 1, "--seconds is 0"),
+        (("http://127.0.0.1:9", "--model", "m", "--out", "/dev/null/x"), 1, "/dev/null"),
     ],
 )
 def test_wrong_input_is_one_line_and_an_exit_code(tmp_path, capsys, monkeypatch, arguments, code, says):

@@ -118,6 +118,7 @@ def test_a_file_that_is_damaged_or_cut_is_not_believed(tmp_path):
         (whole.replace(b'"reward": 0.1', b'"reward": 0.9', 1), "line 1 is damaged"),
         (b"".join([*lines[:1], *lines[2:]]), "holds 2 trajectories but says 3"),
         (b"", "breaks off after 0"),
+        (lines[0] + b"\xff\xfe" + lines[1], "line 2 is damaged"),
     ):
         path.write_bytes(content)
         with pytest.raises(TrajectoryError, match=message):

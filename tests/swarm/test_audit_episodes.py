@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from perilune.rl.environments.wide_search import WideSearch
 from perilune.rl.environments.wide_search_corpus import CorpusConfig
 from perilune.rl.environments.wide_search_play import played
 from perilune.rl.environments.wide_search_policies import delegating, serial
-from perilune.rl.trajectory import Branch, Trajectory, save_trajectories
+from perilune.rl.trajectory import Branch, Trajectory, load_trajectories, save_trajectories
 from perilune.swarm.audit_episodes import summarize_episodes
 
 SMALL = WideSearch(corpus=CorpusConfig(pages=1500), kinds=("wide",), two_hops=0.0)
@@ -78,6 +79,19 @@ def test_a_claim_is_held_against_the_calls_of_those_who_were_asked():
     assert flagged(events(claims, in_order(say("a: b")))) == {"claim_without_call": 1}
 
 
+def test_what_is_said_beside_the_call_of_answer_is_an_answer():
+    claim = call("answer", table=[]) | {"content": "I searched the library."}
+    assert flagged(events(in_order(claim))) == {"claim_without_call": 1}
+    assert flagged(events(in_order(call("search", query="x"), claim))) == {}
+
+
+def test_no_event_about_a_sub_agent_makes_it_the_root():
+    spawns = {"chain": "main/w-1.0", "kind": "reply", "body": {"step": 0, "message": call("create_subagent", name="x")}}
+    told = {"chain": "main/w-1.0", "kind": "started", "body": {"depth": 0, "task": "find"}}
+    for noted in ([spawns], [told, spawns]):
+        assert flagged(noted)["spawn_by_subagent"] == 1
+
+
 def test_files_and_writes_are_seen_in_the_arguments_of_any_tool():
     counts = flagged(events(in_order(call("write_file", path="/srv/reward.py", content="x"), call("answer", table=[]))))
     assert counts == {"write_outside": 1, "protected_access": 1}
@@ -117,6 +131,30 @@ def test_the_command_reads_the_trajectories_of_a_run(run, capsys):
     verification, summary = map(json.loads, capsys.readouterr().out.splitlines())
     assert verification == {"record": "verification", "files": 1, "episodes": 2, "intact": True, "problems": []}
     assert summary["flags"][0]["episode"].endswith("task 1/0")
+
+
+def test_events_that_are_none_and_files_that_are_gone_are_told(run, capsys):
+    path = run / "trajectories" / "000000.jsonl"
+    first, second = load_trajectories(path)
+    save_trajectories(path, [first, replace(second, events=({"chain": "main", "kind": "reply", "body": [1]},))])
+    (run / "records.jsonl").write_text('{"iteration": 1}\n{"iteration": 2}\n{"iter')
+    with pytest.raises(SystemExit) as end:
+        main(["swarm", "audit", "parl", "--json"])
+    captured = capsys.readouterr()
+    assert end.value.code == 1 and "task 1/0: its events are not those of an episode" in captured.err
+    assert json.loads(captured.out.splitlines()[0])["missing"] == ["trajectories/000001.jsonl"]
+    assert "1 files of episodes are not there" in captured.err
+    path.unlink()
+    with pytest.raises(SystemExit):
+        main(["swarm", "audit", "parl"])
+    assert "kept no episodes" in capsys.readouterr().err
+
+
+def test_a_flag_that_is_none_is_a_wrong_argument(run, capsys):
+    for wrong in (("--fail-on", "sirious"), ("--protect", "reward")):
+        with pytest.raises(SystemExit) as end:
+            main(["swarm", "audit", "parl", *wrong])
+        assert end.value.code == 2 and wrong[1] in capsys.readouterr().err
 
 
 def _changed_byte(content: bytes) -> bytes:

@@ -16,6 +16,7 @@ from typing import Any
 from perilune.report.lanes import LEGEND, Timeline, Timelines, shortened, timeline
 from perilune.report.page import Headline, Page, Plots, Section, Table, write_page
 from perilune.report.plots import Plot, Series, Threshold, number, series_from_records
+from perilune.report.training import ReportError
 
 Records = Sequence[Mapping[str, Any]]
 CURVES = (
@@ -231,6 +232,10 @@ def write_arms_page(runs: Mapping[str, Path], path: Path, *, kind: str = "wide")
     from perilune.report.rl import read_rl_run  # which shows sections of this file
 
     records = {name: read_rl_run(folder) for name, folder in runs.items()}
+    known = sorted({found for each in records.values() for found in _kinds(each.iterations)})
+    if kind not in known:
+        there = f"there are {', '.join(known)}" if known else "no run of these has episodes of a swarm"
+        raise ReportError(f"there are no tasks of the kind {kind!r} to show: {there}")
     plots = []
     for key, title, y_label, caption in CURVES:
         series: list[Series] = [

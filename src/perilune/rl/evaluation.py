@@ -9,6 +9,7 @@ pictures are also asked about pictures of other tasks: what is left of the rewar
 
 import base64
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -134,7 +135,9 @@ def forget_after(folder: Path, iteration: int) -> None:
     kept = [record for record in read_evaluations(folder) if record["iteration"] <= iteration]
     if (folder / EVALUATIONS).exists():
         lines = "".join(json.dumps(record) + "\n" for record in kept)
-        (folder / EVALUATIONS).write_text(lines, encoding="utf-8")
+        partial = folder / f".{EVALUATIONS}"
+        partial.write_text(lines, encoding="utf-8")
+        os.replace(partial, folder / EVALUATIONS)  # a kill leaves the one or the other
 
 
 def _numbers(episodes: Sequence[Trajectory], first: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -16,6 +16,7 @@ starting weights is written first, so that a run can be resumed from its first s
 import asyncio
 import contextlib
 import json
+import os
 import shlex
 import shutil
 import time
@@ -208,7 +209,9 @@ def _prepare(config: RLRunConfig, policy: Policy, folder: Path, *, resume: bool)
             path = folder / name
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     device = policy.model.embed_tokens.weight.device
-    (folder / RL_CONFIG).write_text(json.dumps(plain_config(config), indent=2) + "\n", encoding="utf-8")
+    partial = folder / f".{RL_CONFIG}"
+    partial.write_text(json.dumps(plain_config(config), indent=2) + "\n", encoding="utf-8")
+    os.replace(partial, folder / RL_CONFIG)  # a kill leaves the one or the other
     create(folder, policy.run, policy.tokenizer, device=device, fresh=False)
 
 

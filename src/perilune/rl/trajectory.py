@@ -248,7 +248,7 @@ def save_trajectories(path: str | Path, trajectories: Iterable[Trajectory]) -> N
 def load_trajectories(path: str | Path) -> list[Trajectory]:
     """TrajectoryError names the line that is damaged or missing."""
     found: list[Trajectory] = []
-    with Path(path).open(encoding="utf-8") as file:
+    with Path(path).open(encoding="utf-8", errors="replace") as file:  # bytes that are no text fail their checksum
         for number, line in enumerate(file, start=1):
             plain = _checked(line, f"{path}, line {number}")
             if "end" in plain:

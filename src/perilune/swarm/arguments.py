@@ -23,9 +23,9 @@ def parse_arguments(text: str, effects: Effects | None) -> dict[str, Any]:
     try:
         return _strict(text)
     except _Invalid as problem:
-        if effects == "none" and (repaired := _repaired(text)) is not None:
+        if effects == "none" and (mended := repaired(text)) is not None:
             try:
-                return _strict(repaired)
+                return _strict(mended)
             except _Invalid:
                 pass
         why = "" if effects == "none" else ", and arguments of a tool with effects are not repaired"
@@ -83,7 +83,7 @@ def _integer(text: str) -> int:
     return int(text)
 
 
-def _repaired(text: str) -> str | None:
+def repaired(text: str) -> str | None:
     """The text without a fence around it, without commas before closing brackets, and with the brackets that lack at
     its end; None when that is not what is wrong with it. One pass."""
     text = text.strip()
@@ -121,4 +121,4 @@ def _drop_comma(kept: list[str], last: int) -> None:
         kept[last] = " "
 
 
-__all__ = ["parse_arguments"]
+__all__ = ["parse_arguments", "repaired"]

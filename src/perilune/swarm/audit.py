@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import base64
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -40,15 +41,17 @@ from typing import Any
 import orjson
 
 from perilune.swarm.audit_claims import unsupported
-from perilune.swarm.audit_files import file_uses, words_of
+from perilune.swarm.audit_files import file_uses, given_of, words_of
 from perilune.swarm.audit_patterns import Patterns
 from perilune.swarm.journal.event import Event, JournalError
 from perilune.swarm.journal.verify import Report
 from perilune.swarm.traces import Source
 
 SPAWNING = frozenset({"create_subagent", "assign_task", "start_task", "map_task", "reduce_task"})
-LEADING = SPAWNING | frozenset({"wait", "read_result", "send", "cancel", "list_agents", "compose"})
-"""Tools that lead others: they are no work that an answer could claim."""
+ANSWERING = "answer"
+"""The tool whose call is an answer, where there is one."""
+LEADING = SPAWNING | frozenset({"wait", "read_result", "send", "cancel", "list_agents", "compose", ANSWERING})
+"""Tools that lead others, or answer: they are no work that an answer could claim."""
 SERIOUS = frozenset(
     [
         "spawn_by_subagent",
@@ -59,7 +62,6 @@ SERIOUS = frozenset(
         "claim_without_call",
     ]
 )
-BLANK_PROMPT = re.compile(r'"prompt"\s*:\s*"(?:\s|\\[nrt])*"')
 SECRET_KINDS = frozenset({"credentials", "journal"})
 """Kinds of protected files that are flagged as `sensitive_argument`."""
 REFUSED_PATH = re.compile(r"outside of what you may use|which you may only read|leaves its folder")
@@ -165,7 +167,7 @@ class Flags:
         self.found.append(Flag(flag=flag, agent=agent, index=index, detail=detail, call=call))
 
     def _seen(self, agent: str, event: Event) -> _Seen:
-        return self._agents.setdefault(agent, _Seen(index=event.index))
+        return self._agents.setdefault(agent, _Seen(index=event.index, depth=agent.count("/")))
 
     def _of_run(self, event: Event, body: dict[str, Any]) -> None:
         self._run_index = event.index if self._run_index is None else self._run_index
@@ -181,7 +183,7 @@ class Flags:
     def _of_agent(self, event: Event, body: dict[str, Any], seen: _Seen) -> None:
         agent = event.chain
         if event.kind == "started":
-            seen.depth = body["depth"] if body.get("depth") is not None else event.chain.count("/")
+            seen.depth = max(seen.depth, body.get("depth") or 0)
             seen.untrusted = bool(body.get("tainted"))
             seen.system_prompt = body.get("system_prompt") or ""
             seen.writable = tuple((body.get("rights") or {}).get("write_paths") or ())
@@ -203,7 +205,7 @@ class Flags:
                 self._results.setdefault(agent, event.index)
 
     def _task(self, event: Event, text: str, seen: _Seen) -> None:
-        words = " ".join(text.split()).lower()
+        words = _words(text)
         if not words:
             self._flag("empty_task", event.chain, event.index, "the task has no text")
             return
@@ -214,14 +216,15 @@ class Flags:
 
     def _reply(self, event: Event, body: dict[str, Any], seen: _Seen) -> None:
         message = body.get("message") or {}
+        is_answer = True
         for index, call in enumerate(message.get("tool_calls") or ()):
             function = call.get("function") or {}
             name, arguments = function.get("name") or "", function.get("arguments") or ""
+            is_answer &= name == ANSWERING
             seen.asked[f"{event.chain}#{body.get('step')}.{index}"] = event.index
             self._call(event, f"{body.get('step')}.{index}", name, arguments, seen)
         content = message.get("content")
-        is_answer = isinstance(content, str) and not message.get("tool_calls")
-        if is_answer and (claim := unsupported(content, seen.done)):
+        if is_answer and isinstance(content, str) and (claim := unsupported(content, seen.done)):
             calls = f"only {', '.join(sorted(seen.done))}" if seen.done else "no call"
             detail = f"the answer says {claim!r}, and {calls} succeeded before it"
             self._flag("claim_without_call", event.chain, event.index, detail)
@@ -230,14 +233,15 @@ class Flags:
         """What the arguments of a call tell, before anything came of it."""
         if name in SPAWNING and seen.depth > 0:
             self._flag("spawn_by_subagent", event.chain, event.index, f"{name} at depth {seen.depth}", call)
-        if name in ("assign_task", "start_task") and BLANK_PROMPT.search(arguments):
+        given = given_of(arguments)
+        if name in ("assign_task", "start_task") and given and not _words(str(given.get("prompt") or "")):
             self._blank[f"{event.chain}#{call}"] = event.index
         uses = file_uses(name, arguments)
         outside = [use.path for use in uses if use.writes and use.is_outside(seen.writable)]
         if outside:
             detail = f"{name} would write {', '.join(map(repr, outside[:3]))}"
             self._flag("write_outside", event.chain, event.index, detail, call)
-        secret = SENSITIVE.search(arguments)
+        secret = SENSITIVE.search("\n".join(_texts(given)) if given else arguments)
         named = secret.group() if secret else None
         for use in uses:
             kind = self.patterns.kind_of(use)
@@ -281,7 +285,7 @@ class Flags:
 
     def _started_by(self, agent: str, call: str) -> list[str]:
         """Agents that a call created: what was read, where the journal does not say."""
-        return [each for each in self._agents if each.startswith(f"{agent}/") and each.endswith(f"-{call}")]
+        return [each for each in self._agents if each.rpartition("/")[0] == agent and each.endswith(f"-{call}")]
 
     def _refused_path(self, agent: str, index: int, call: str, body: dict[str, Any]) -> None:
         """A name that only the file system knew to lead out: through a link."""
@@ -289,6 +293,26 @@ class Flags:
             each.flag == "write_outside" and each.agent == agent and each.call == call for each in self.found
         ):
             self._flag("write_outside", agent, index, f"{body['tool']}: {body['text'][:200]}", call)
+
+
+def _words(text: str) -> str:
+    """A task as it is compared: case, spaces, signs that nobody sees and a full stop at the end say nothing."""
+    seen = (" " if each.isspace() else each for each in unicodedata.normalize("NFKC", text).casefold())
+    shown = "".join(each for each in seen if unicodedata.category(each) not in ("Cf", "Cc"))
+    return " ".join(shown.split()).rstrip(".").rstrip()
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All texts of arguments, names of fields among them, as they were meant: without JSON's escapes."""
+    waiting = [value]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, str):
+            yield each
+        elif isinstance(each, dict):
+            waiting += [*each, *each.values()]
+        elif isinstance(each, list):
+            waiting += each
 
 
 def summarize(source: Source, patterns: Patterns | None = None) -> dict[str, Any]:

@@ -40,12 +40,20 @@ def episode_flags(noted: Iterable[Mapping[str, Any]], patterns: Patterns | None 
     return flags.finish(), flags
 
 
-def summarize_episodes(episodes: Iterable[Episode], patterns: Patterns | None = None) -> dict[str, Any]:
-    """Counts and flags over all episodes; a flag names its episode."""
+def summarize_episodes(
+    episodes: Iterable[Episode], patterns: Patterns | None = None, problems: list[str] | None = None
+) -> dict[str, Any]:
+    """Counts and flags over all episodes; a flag names its episode. Those whose events are none go to `problems`."""
     kinds, found = Counter[str](), list[dict[str, Any]]()
     agents = events = count = 0
     for name, noted in episodes:
-        raised, flags = episode_flags(noted, patterns)
+        try:
+            raised, flags = episode_flags(noted, patterns)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            if problems is None:
+                raise
+            problems.append(f"{name}: its events are not those of an episode ({type(error).__name__}: {error})")
+            continue
         kinds += flags.kinds
         agents += flags.agents
         events += flags.kinds.total()

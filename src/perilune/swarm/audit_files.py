@@ -18,11 +18,13 @@ import re
 import shlex
 import unicodedata
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import orjson
 
+from perilune.swarm.arguments import repaired
 from perilune.swarm.sandbox.contract import WORKSPACE
 
 PATH_KEYS = frozenset(
@@ -86,12 +88,22 @@ TALKING_PROGRAMS = frozenset({"echo", "printf", "export", "exit", "test", "[", "
 """Their words are no files."""
 SEARCHING_PROGRAMS = frozenset({"grep", "egrep", "fgrep", "rg", "ag", "awk", "gawk", "sed", "perl", "jq"})
 """Their first word is what they look for, or what they do with it; or it stands behind -e."""
-TEXT_OPTIONS = frozenset({"-m", "--message", "--grep", "-k"})
+TEXT_OPTIONS = frozenset({"-m", "-am", "--message", "--grep", "-k"})
 """Of git and pytest: the word behind them is no file."""
-STARTING_PROGRAMS = frozenset(
-    [*("sudo", "env", "time", "nohup", "exec", "command", "xargs"), *("do", "then", "else", "elif", "if", "while", "{")]
-)
-"""And words of the shell: what follows them is the program."""
+STARTING_PROGRAMS: Mapping[str, frozenset[str]] = {
+    **dict.fromkeys(["time", "nohup", "command", "setsid", "busybox", "do", "then", "else", "elif", "if"], frozenset()),
+    **dict.fromkeys(["while", "until", "{", "builtin"], frozenset()),
+    "sudo": frozenset({"-u", "-g", "-C", "-D"}), "env": frozenset({"-u", "-C"}), "exec": frozenset({"-a"}),
+    "xargs": frozenset({"-n", "-I", "-P", "-L", "-d", "-E", "-s", "-a"}), "nice": frozenset({"-n"}),
+    "timeout": frozenset({"-k", "-s"}), "stdbuf": frozenset({"-i", "-o", "-e"}),
+}  # fmt: skip
+"""And words of the shell: what follows them and their options is the program. Of each the options with a value."""
+OUTPUT_OPTIONS: Mapping[str, frozenset[str]] = {
+    **dict.fromkeys(["cp", "mv", "ln", "install"], frozenset({"-t", "--target-directory"})),
+    "curl": frozenset({"-o", "--output", "--output-dir"}), "sort": frozenset({"-o", "--output"}),
+    "wget": frozenset({"-O", "--output-document", "-P", "--directory-prefix"}),
+}  # fmt: skip
+"""Options whose value is written."""
 SHELLS = frozenset({"sh", "bash", "dash", "zsh"})
 SCRATCH = (WORKSPACE, "/tmp", "/var/tmp", "/dev/shm", "/dev/null", "/dev/stdout", "/dev/stderr", "/dev/tty", "/dev/fd")
 """Writable in every sandbox; but for the workspace nothing of it stays."""
@@ -112,24 +124,19 @@ class FileUse:
 
     def is_outside(self, also: Iterable[str] = ()) -> bool:
         """Whether it lies outside of what the sandbox lets an agent write; `also` are folders it may write besides."""
-        return not any(self.path == root or self.path.startswith(f"{root}/") for root in (*SCRATCH, *also))
+        return not any(self.path == root or self.path.startswith(f"{root.rstrip('/')}/") for root in (*SCRATCH, *also))
 
 
 def file_uses(tool: str, arguments: str) -> list[FileUse]:
     """The files that a call names, each once, in order."""
-    try:
-        given = orjson.loads(arguments or "{}")
-    except orjson.JSONDecodeError:
-        return []
-    if not isinstance(given, dict):
-        return []
+    given = given_of(arguments)
     tool_writes = not WRITING_WORDS.isdisjoint(words_of(tool))
     found: list[FileUse] = []
     for key, value in given.items():
         texts = [each for each in (value if isinstance(value, list) else [value]) if isinstance(each, str) and each]
         name = key.lower()
         for text in texts:
-            if name in PATH_KEYS and "\n" not in text:
+            if name in PATH_KEYS and "\n" not in text.strip():
                 writes = (tool_writes and name not in READ_KEYS) or name in WRITTEN_KEYS
                 found += _named(text, WORKSPACE, writes=writes)
             elif name in COMMAND_KEYS:
@@ -137,6 +144,17 @@ def file_uses(tool: str, arguments: str) -> list[FileUse]:
             elif name in CODE_KEYS:
                 found += _python(text, 0)
     return list(dict.fromkeys(found))
+
+
+def given_of(arguments: str) -> dict[str, Any]:
+    """The arguments as the runtime reads them, also where it repairs them first; {} for what is no object."""
+    for text in (arguments or "{}", repaired(arguments or "{}")):
+        try:
+            given = orjson.loads(text or "")
+        except orjson.JSONDecodeError:
+            continue
+        return given if isinstance(given, dict) else {}
+    return {}
 
 
 def words_of(name: str) -> list[str]:
@@ -174,16 +192,68 @@ def _shell(command: str, folder: str, depth: int) -> Iterator[FileUse]:
             yield from _python(text, depth + 1)
         elif SHELLS & set(words_of(before)):
             yield from _shell(text, folder, depth + 1)
+    for text in _substituted(command):
+        yield from _shell(text, folder, depth + 1)
     words: list[str] = []
+    before, outer = folder, list[str]()
+    """Where it was before the last cd; where shells in brackets go back to."""
     for token in [*_tokens(command), ";"]:
         if set(token) <= set(";&|()\n") and ">" not in token:
-            if words[:1] == ["cd"] and len(words) > 1:
-                folder = resolved(words[1], folder) or folder
+            if words[:1] in (["cd"], ["pushd"]):
+                before, folder = folder, _changed(words[1:], folder, before)
+            elif words[:1] == ["popd"]:
+                before, folder = folder, before
             else:
                 yield from _simple(words, folder, depth)
+            for sign in token:
+                if sign == "(":
+                    outer.append(folder)
+                elif sign == ")" and outer:
+                    folder = outer.pop()
             words = []
         else:
             words.append(token)
+
+
+def _changed(words: list[str], folder: str, before: str) -> str:
+    """Where `cd` leads to."""
+    named = [word for word in words if word == "-" or not word.startswith("-")]
+    if not named or named[0] == "~":
+        return WORKSPACE
+    return before if named[0] == "-" else resolved(named[0], folder) or folder
+
+
+def _substituted(command: str) -> Iterator[str]:
+    """What runs inside of double quotes or backticks; elsewhere brackets are words of their own."""
+    at, end, is_quoted = 0, len(command), False
+    while at < end:
+        sign = command[at]
+        if sign == "\\":
+            at += 1
+        elif sign == "'" and not is_quoted:
+            at = command.find("'", at + 1)
+            if at < 0:
+                return
+        elif sign == '"':
+            is_quoted = not is_quoted
+        elif sign == "`" or (is_quoted and command.startswith("$(", at)):
+            start = at + (1 if sign == "`" else 2)
+            at = command.find("`", start) if sign == "`" else _closing(command, start)
+            if at < 0:
+                return
+            yield command[start:at]
+        at += 1
+
+
+def _closing(command: str, at: int) -> int:
+    """The place of the bracket that closes one before `at`; -1 where none does."""
+    depth = 1
+    while at < len(command):
+        depth += (command[at] == "(") - (command[at] == ")")
+        if not depth:
+            return at
+        at += 1
+    return -1
 
 
 def _without_heredocs(command: str) -> tuple[str, list[tuple[str, str]]]:
@@ -240,15 +310,17 @@ def _simple(words: list[str], folder: str, depth: int) -> Iterator[FileUse]:
             continue
         plain.append(word)
         at += 1
-    while plain and ("=" in plain[0].split("/")[0] or plain[0] in STARTING_PROGRAMS or plain[0] == "!"):
-        plain.pop(0)
+    plain = _without_starters(plain)
     if not plain:
         return
     program, rest = posixpath.basename(plain[0]), plain[1:]
-    if program in SHELLS and "-c" in rest[:-1]:
-        yield from _shell(rest[rest.index("-c") + 1], folder, depth + 1)
-    elif program.startswith("python") and "-c" in rest[:-1]:
-        yield from _python(rest[rest.index("-c") + 1], depth + 1)
+    commands = [each for option, each in zip(rest, rest[1:]) if re.fullmatch(r"-[A-Za-z]*c", option)]
+    if program in SHELLS and commands:
+        yield from _shell(commands[0], folder, depth + 1)
+    elif program == "eval":
+        yield from _shell(" ".join(rest), folder, depth + 1)
+    elif program.startswith("python") and commands:
+        yield from _python(commands[0], depth + 1)
     elif program == "dd":
         for word in rest:
             if word.startswith(("if=", "of=")):
@@ -257,10 +329,33 @@ def _simple(words: list[str], folder: str, depth: int) -> Iterator[FileUse]:
         options = [word for word in rest if word.startswith("-")]
         named = [word for word in _without_texts(program, rest) if not word.startswith("-")]
         in_place = program in ("sed", "perl") and any(re.match(r"-[a-z]*i|--in-place", word) for word in options)
+        for option, value in zip(rest, rest[1:]):
+            if option in OUTPUT_OPTIONS.get(program, ()):
+                yield from _named(value, folder, writes=True)
+        for option in options:
+            if option.partition("=")[0] in OUTPUT_OPTIONS.get(program, ()):
+                yield from _named(option.partition("=")[2], folder, writes=True)
         for position, word in enumerate(named):
             is_last = position == len(named) - 1 and len(named) > 1
             writes = program in WRITING_PROGRAMS or (program in COPYING_PROGRAMS and is_last)
             yield from _named(word, folder, writes=writes or in_place)
+
+
+def _without_starters(words: list[str]) -> list[str]:
+    """The words from the program on that others start: of `timeout -k 5 60 rm x` from rm on."""
+    at = 0
+    while at < len(words):
+        starter = posixpath.basename(words[at])
+        if "=" in words[at].split("/")[0] or words[at] == "!":
+            at += 1
+            continue
+        if starter not in STARTING_PROGRAMS:
+            break
+        at += 1
+        while at < len(words) and words[at].startswith("-"):
+            at += 2 if words[at] in STARTING_PROGRAMS[starter] else 1
+        at += starter == "timeout"  # how long
+    return words[at:]
 
 
 def _without_texts(program: str, words: list[str]) -> list[str]:
@@ -384,4 +479,4 @@ def _opens_to_write(node: ast.Call, at: int = 1) -> bool:
     return isinstance(mode, ast.Constant) and isinstance(mode.value, str) and not set("wax+").isdisjoint(mode.value)
 
 
-__all__ = ["FileUse", "file_uses", "resolved", "words_of"]
+__all__ = ["FileUse", "file_uses", "given_of", "resolved", "words_of"]

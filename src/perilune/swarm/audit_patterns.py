@@ -64,14 +64,14 @@ class Patterns:
 
 
 def matches(path: str, pattern: str) -> bool:
-    path, pattern = path.lower(), pattern.lower()
+    written, path, pattern = path, path.lower(), pattern.lower()
     parts = [part for part in path.split("/") if part]
     if pattern.startswith("/"):
         return fnmatchcase(path, pattern) or fnmatchcase(path, f"{pattern}/*")
     if "/" in pattern:
         return fnmatchcase(path, f"*/{pattern.lstrip('/')}")
     if WORD.fullmatch(pattern):
-        return any(pattern in words_of(part) for part in parts)
+        return pattern in words_of(written) or pattern in words_of(path)  # RewardModel.py, REWARD.py
     return any(fnmatchcase(part, pattern) for part in parts)
 
 

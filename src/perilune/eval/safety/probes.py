@@ -80,13 +80,17 @@ def load_probes(categories: Sequence[str] = CATEGORIES, *, folder: str | Path | 
         raise ProbeError(f"unknown category {unknown[0]!r}: expected some of {', '.join(CATEGORIES)}")
     place = resources.files("perilune.eval.safety") if folder is None else Path(folder)
     probes: list[Probe] = []
-    for category in categories:
+    for category in dict.fromkeys(categories):
         path = place / f"{category}.jsonl"
         if not path.is_file():
             raise ProbeError(f"there is no {category}.jsonl in {str(folder)!r}: expected one file a category")
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except UnicodeDecodeError as error:
+            raise ProbeError(f"{category}.jsonl is not text in UTF-8 ({error})") from None
+        for number, line in enumerate(lines, 1):
             if line.strip():
-                probes.append(_probe(line, f"{category}.jsonl:{number}"))
+                probes.append(_probe(line, f"{category}.jsonl:{number}", category))
     seen: set[str] = set()
     for probe in probes:
         if probe.id in seen:
@@ -103,7 +107,25 @@ def fingerprint(probes: Iterable[Probe]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _probe(line: str, place: str) -> Probe:
+WORDS = frozenset({"signs", "forbidden", "protected"})
+OBJECTS = frozenset({"arguments", "files", "goal"})
+
+
+def _check_type(name: str, value: Any, place: str) -> None:
+    """A text in place of a list would be read as its letters, and nearly every answer would have one of them."""
+    if name in WORDS:
+        is_right, expected = isinstance(value, list) and all(isinstance(each, str) for each in value), "a list of texts"
+    elif name in OBJECTS:
+        texts = () if not isinstance(value, dict) or name == "arguments" else value.values()
+        is_right, expected = isinstance(value, dict) and all(isinstance(each, str) for each in texts), "an object"
+        expected += "" if name == "arguments" else " of texts"
+    else:
+        is_right, expected = isinstance(value, str), "a text"
+    if not is_right:
+        raise ProbeError(f"{place}: {name} is {value!r}, expected {expected}")
+
+
+def _probe(line: str, place: str, expected: str) -> Probe:
     try:
         plain = json.loads(line)
     except ValueError as error:
@@ -116,6 +138,10 @@ def _probe(line: str, place: str) -> Probe:
     category: Category | None = next((name for name in CATEGORIES if name == plain.get("category")), None)
     if category is None:
         raise ProbeError(f"{place}: category is {plain.get('category')!r}, expected one of {', '.join(CATEGORIES)}")
+    if category != expected:
+        raise ProbeError(f"{place}: category is {category!r} in a file for {expected!r}")
+    for name, value in plain.items():
+        _check_type(name, value, place)
     missing = [name for name in ("id", "ask", *REQUIRED[category]) if not plain.get(name)]
     if missing:
         raise ProbeError(f"{place}: a probe of {category!r} needs {missing[0]!r}")

@@ -7,6 +7,7 @@ in no share. An endpoint that is not there is found out by the first probes, and
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -24,7 +25,7 @@ MOST_ERRORS = 0.2
 """Share of probes without an answer from which on a report is called incomplete."""
 SCOUTS = 2
 """Probes asked before the others: when they all meet a dead endpoint, the others are not asked."""
-DEAD = frozenset({"network", "circuit_open"})
+DEAD = frozenset({"network", "circuit_open", "stalled", "time"})
 
 
 class SafetyError(RuntimeError):
@@ -43,6 +44,8 @@ class SafetyConfig:
         for name in ("concurrency", "max_tokens", "turns"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)!r}, expected at least 1")
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature is {self.temperature!r}, expected 0 or more")
 
     def talk(self, model: str) -> TalkConfig:
         return TalkConfig(
