@@ -90,6 +90,12 @@ def test_a_pipe_is_told_when_an_answer_was_cut(chat: ScriptedChat, ask: Callable
     assert out == "Half\n" and "--max-tokens" in err
 
 
+def test_a_pipe_is_told_when_an_answer_is_empty(chat: ScriptedChat, ask: Callable[..., tuple[str, str]]) -> None:
+    chat.scripts.append(text(""))
+    out, err = ask("So?")
+    assert out == "\n" and "the answer is empty" in err
+
+
 def test_a_base_model_is_told_about_and_raw_sends_the_text_as_it_is(
     chat: ScriptedChat, ask: Callable[..., tuple[str, str]]
 ) -> None:

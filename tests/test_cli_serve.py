@@ -95,6 +95,7 @@ def get(url: str, key: str | None = None) -> tuple[int, str]:
     "arguments, said",
     [
         (["micra"], "no run or folder 'micra', did you mean 'micro'?"),
+        (["localhost:8000/v1"], "no run or folder 'localhost:8000/v1'; an address begins with its scheme: http://local"),
         (["runs"], "'runs' holds no config.json"),
         (["micro", "--host", "0.0.0.0"], "needs an API key: --api-keys FILE, or the variable PERILUNE_API_KEY"),
         (["micro", "--port", "70000"], "--port is 70000, expected 0"),

@@ -160,6 +160,8 @@ def _one_question(conversation: Conversation, pictures: list[str], *, as_json: b
     if answer.finish_reason == "length":
         cut = "answer was cut" if answer.text else "model was still reasoning when it was cut"
         print(f"perilune: the {cut}; --max-tokens allows a longer one", file=sys.stderr)
+    elif not answer.text.strip() and not answer.calls:
+        print("perilune: the answer is empty: the model ended its turn at once", file=sys.stderr)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import importlib.util
 import json
 import logging
 import os
+import re
 import secrets
 import signal
 import sys
@@ -176,6 +177,10 @@ class Loaded:
             self.template.close()
 
 
+ADDRESS = re.compile(r"[\w.-]+:\d{1,5}(/.*)?")
+"""HOST:PORT, without what makes it an address."""
+
+
 def model_folder(name: str, runs: str) -> Path:
     """A run by its name, or any folder that holds a run or a model."""
     for folder in (Path(runs) / name, Path(name)):
@@ -184,6 +189,8 @@ def model_folder(name: str, runs: str) -> Path:
     if Path(name).is_dir():
         raise UserError(f"{name!r} holds no config.json: expected a run, or a folder of `perilune export` or `import`")
     known = sorted(path.parent.name for path in Path(runs).glob("*/config.json"))
+    if ADDRESS.fullmatch(name):
+        raise UserError(f"there is no run or folder {name!r}; an address begins with its scheme: http://{name}")
     listed = f"; runs in {runs!r}: {', '.join(known)}" if known else f"; {runs!r} holds no runs: `perilune train nano`"
     raise UserError(f"there is no run or folder {name!r}{_nearest(name, known)}{listed}")
 

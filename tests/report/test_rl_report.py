@@ -64,6 +64,13 @@ def test_a_run_under_way_or_cut_can_be_read(tmp_path):
     assert "0 of 4 iterations" in write_rl_report(where).read_text()
 
 
+@pytest.mark.parametrize("wrong", [{"kinds": {"wide": 5}}, {"kinds": 5}, {"parl": []}, {"failures": 3}, {"dropped": 1}])
+def test_lines_that_are_whole_and_of_another_form_do_not_stop_the_page(tmp_path, wrong):
+    lines = [iteration(1), iteration(2, **wrong)]
+    where = folder(tmp_path, lines, [evaluation(0, 0.2, "a"), {"iteration": 1, **wrong}])
+    assert "2 of 4 iterations" in write_rl_report(where).read_text()
+
+
 def test_an_iteration_without_any_episode_is_fine(tmp_path):
     lost = iteration(1, failures={"judge": 8, "hung": 1}, examples=["[judge] a/b: no verdict", "[hung] a/c: 5 s"])
     for key in ("reward", "finished", "length", "facet.outcome"):

@@ -40,6 +40,16 @@ TWO_CALLS = says(
 )  # fmt: skip
 
 
+NAMELESS = says(
+    "Hm.", "</think>", "Here: ",
+    "<|tool_calls_section_begin|>",
+    "<|tool_call_begin|>", "functions.", "<|tool_call_argument_begin|>", "{}", "<|tool_call_end|>",
+    "<|tool_call_begin|>", "functions.look:1", "<|tool_call_argument_begin|>", "{}", "<|tool_call_end|>",
+    "<|tool_call_begin|>", "<|tool_call_argument_begin|>", '{"a": 1}', "<|tool_call_end|>",
+    "<|tool_calls_section_end|>", " done", "<|im_end|>",
+)  # fmt: skip
+
+
 def joined(events: list[dict[str, Any]], index: int = 0) -> dict[str, Any]:
     """The message that the chunks of one choice add up to."""
     message: dict[str, Any] = {}
@@ -79,7 +89,7 @@ def test_a_reply_has_content_reasoning_usage_and_a_reason():
     assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] == 1
 
 
-@pytest.mark.parametrize("script", [says("Thought.", "</think>", "Text. 🌒", "<|im_end|>"), TWO_CALLS])
+@pytest.mark.parametrize("script", [says("Thought.", "</think>", "Text. 🌒", "<|im_end|>"), TWO_CALLS, NAMELESS])
 def test_a_stream_adds_up_to_the_whole_reply(script):
     app = app_of(ScriptedEngine(script))
     reply = ask(app, PATH, chat(tools=[SEARCH, LOOK], n=2)).json
@@ -106,6 +116,19 @@ def test_parallel_tool_calls_keep_their_ids_and_end_with_tool_calls():
         },
         {"id": "functions.look:1", "type": "function", "function": {"name": "look", "arguments": "{}"}},
     ]
+
+
+def test_a_call_without_a_name_is_content_and_no_call():
+    message = ask(app_of(ScriptedEngine(NAMELESS)), PATH, chat(tools=[LOOK])).json["choices"][0]
+    assert message["finish_reason"] == "tool_calls"
+    (call,) = message["message"]["tool_calls"]
+    assert call["function"] == {"name": "look", "arguments": "{}"} and call["id"] == "functions.look:1"
+    assert message["message"]["content"] == 'Here: functions.{}{"a": 1} done'
+    alone = says("</think>", "<|tool_calls_section_begin|>", "<|tool_call_begin|>", "functions.",
+                 "<|tool_call_argument_begin|>", "<|tool_call_end|>", "<|im_end|>")  # fmt: skip
+    (choice,) = ask(app_of(ScriptedEngine(alone)), PATH, chat()).json["choices"]
+    assert choice["finish_reason"] == "stop"
+    assert choice["message"] == {"role": "assistant", "content": "functions."}
 
 
 def test_the_mark_that_ends_a_turn_is_parsed_though_it_is_no_text():

@@ -398,10 +398,19 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     for line in content:
         try:
             record = json.loads(line)
-            found[int(record["iteration"])] = record
+            found[int(record["iteration"])] = _whole(record)
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             continue
     return [found[iteration] for iteration in sorted(found)]
+
+
+def _whole(record: dict[str, Any]) -> dict[str, Any]:
+    """Without what is of another form than ours: it would stop the rest of a page."""
+    objects = ("kinds", "parl", "dropped", "failures", "environments")
+    kept = {name: value for name, value in record.items() if name not in objects or isinstance(value, dict)}
+    if "kinds" in kept:
+        kept["kinds"] = {kind: each for kind, each in kept["kinds"].items() if isinstance(each, dict)}
+    return kept
 
 
 def _object(path: Path) -> dict[str, Any]:

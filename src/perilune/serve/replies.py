@@ -8,6 +8,9 @@ Log-probs in a chat cover every sampled token, reasoning and marks of tool calls
 `token_ids`. A token that is not UTF-8 by itself is written "bytes:\\xe2\\x80", as OpenAI does; `bytes` has it exactly.
 Where the weights changed while a sequence was written, `weight_version` is that of its last token and `weight_versions`
 has one for each.
+
+A call without a name cannot be answered, and clients refuse the reply that holds one; small models write some. What was
+written of it is content.
 """
 
 from __future__ import annotations
@@ -15,10 +18,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from perilune.data.chat_parser import ChatParser, ContentDelta, Delta, ReasoningDelta
+from perilune.data.chat_messages import ChatMessage, TextPart
+from perilune.data.chat_parser import ChatParser, ContentDelta, Delta, ReasoningDelta, ToolCallDelta
 from perilune.data.tokenizer import StreamDecoder, Tokenizer
 from perilune.serve.request import Output, TokenLogprob
 from perilune.serve.text_stream import Piece
@@ -111,6 +115,7 @@ class ChatReply:
         self.choices = [Choice(prompt=prompt) for _ in parsers]
         self.parsers = parsers
         self._tokenizer = tokenizer
+        self._named = [_NamedCalls() for _ in parsers]
 
     def usage(self) -> Usage:
         return _usage(self.choices, len(self.choices))
@@ -129,8 +134,9 @@ class ChatReply:
             if isinstance(output.stop_match, int):  # a mark that ended the turn is no text, but the parser must see it
                 deltas += parser.push(Piece("", self._tokenizer.special_name(output.stop_match)))
             deltas += parser.flush()
-            if choice.finish_reason == "stop" and parser.finish().message.tool_calls:
+            if choice.finish_reason == "stop" and any(call.name for call in parser.finish().message.tool_calls):
                 choice.finish_reason = "tool_calls"
+        deltas = self._named[index].of(deltas)
         if not self.asked.stream:
             return []
         chunks = [self._chunk(index, _plain(delta)) for delta in _joined(deltas)]
@@ -152,7 +158,8 @@ class ChatReply:
         for index, (choice, parser) in enumerate(zip(self.choices, self.parsers, strict=True)):
             plain: dict[str, Any] = {
                 "index": index,
-                "message": {"role": "assistant", "content": None} | parser.finish().message.plain(),
+                "message": {"role": "assistant", "content": None}
+                | self._named[index].message(parser.finish().message).plain(),
                 "finish_reason": choice.finish_reason,
                 "logprobs": None,
             }
@@ -178,6 +185,43 @@ class ChatReply:
     def _chunk(self, index: int, delta: dict[str, Any]) -> Chunk:
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         return _head(self.asked, "chat.completion.chunk") | {"choices": [choice]}
+
+
+class _NamedCalls:
+    """Of one choice, what is told of calls without a name: their text."""
+
+    def __init__(self) -> None:
+        self._places: dict[int, int | None] = {}
+        """Index of a call -> among those with a name; None: it has none."""
+        self._content: list[str] = []
+
+    def of(self, deltas: Iterable[Delta]) -> list[Delta]:
+        told = list[Delta]()
+        for delta in deltas:
+            if isinstance(delta, ToolCallDelta):
+                delta = self._call(delta)
+            if isinstance(delta, ContentDelta):
+                self._content.append(delta.text)
+            if not isinstance(delta, ContentDelta) or delta.text:
+                told.append(delta)
+        return told
+
+    def _call(self, delta: ToolCallDelta) -> Delta:
+        if delta.id is not None:
+            before = sum(place is not None for place in self._places.values())
+            self._places[delta.index] = before if delta.name else None
+        place = self._places[delta.index]
+        if place is None:
+            return ContentDelta(text=(delta.id or "") + delta.arguments)
+        return replace(delta, index=place)
+
+    def message(self, message: ChatMessage) -> ChatMessage:
+        """The same of a whole message."""
+        if all(call.name for call in message.tool_calls):
+            return message
+        content = "".join(self._content)
+        calls = tuple(call for call in message.tool_calls if call.name)
+        return replace(message, parts=(TextPart(text=content),) if content else (), tool_calls=calls)
 
 
 def _joined(deltas: Iterable[Delta]) -> Iterator[Delta]:
