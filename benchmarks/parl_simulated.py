@@ -1,4 +1,4 @@
-"""Will an orchestrator collapse to working alone, or learn to delegate? A dozen numbers say, before a GPU is asked.
+"""Will an orchestrator collapse to working alone, or learn to delegate? Three decisions say, before a GPU is asked.
 
     python benchmarks/parl_simulated.py                          arms x mixes x learning rates, 40 seeds: 6 minutes
     python benchmarks/parl_simulated.py --mixes mostly-serial --arms outcome full --lrs 0.3 --seeds 200
