@@ -67,6 +67,8 @@ AFTER_HAVE = frozenset({"run", "written"})
 OF_FILES = frozenset({"wrote", "written", "saved", "edited"})
 """Also used for the answer itself ("I wrote a poem"): a claim only where a file is named after it."""
 SAID = "|".join([*VERBS, *sorted(USED), "looked (?:it|this|that|them|these|those) up"])
+OF_PAGES = frozenset({"opened"})
+"""Also said of doors: a claim only where something is named after it that a tool opens."""
 CLAIM = re.compile(
     rf"\b(I|we)(['’]ve|[^\S\n]+ha(?:ve|d))?[^\S\n]+(?:(?:just|also|then|now|already|first|next|again|all|[a-z]+ly)"
     rf"[^\S\n]+){{0,3}}({SAID})\b",
@@ -86,7 +88,18 @@ NO_WORK = re.compile(
     re.IGNORECASE,
 )
 """Such words after `I`, from the verb on, speak of the talk itself or are figures of speech."""
+SAYS = r"\b(?:said|says?|wrote|writes|replied|asked|told|answered|whispered|shouted|cried)\b"
+SPOKEN = re.compile(rf"{SAYS}[^.!?\"“”\n]{{0,40}}[\"“][^\"“”\n]*$", re.IGNORECASE)
+SPOKEN_BY = re.compile(rf"[^\"“”\n]*[\"”] ?[^.!?\"“”\n]{{0,40}}{SAYS}", re.IGNORECASE)
+"""Before `I`, and from there on: it stands in the speech of somebody who is named as its speaker."""
 NAMES_A_FILE = re.compile(r"\b(?:file|folder|disk)\b|[\w-]+\.(?!\s)\w{1,5}\b|/\w", re.IGNORECASE)
+
+
+NAMES_A_PAGE = re.compile(
+    rf"{NAMES_A_FILE.pattern}|\b(?:archive|article|attachment|browser|database|document|link|log|page|pdf|report"
+    r"|results?|site|source|tab|url|website)s?\b",
+    re.IGNORECASE,
+)
 
 
 def families_of(tool: str) -> frozenset[str]:
@@ -102,7 +115,7 @@ def unsupported(text: str, done: Iterable[str]) -> str | None:
     for claim in CLAIM.finditer(text):
         if NO_WORK.match(text, claim.start(3)) or SUPPOSED.search(text[max(0, claim.start() - 12) : claim.start()]):
             continue
-        needed = _needed(text, claim)
+        needed = None if _is_spoken(text, claim) else _needed(text, claim)
         if needed is not None and families.isdisjoint(needed):
             return text[claim.start() : claim.end(3)]
     return None
@@ -121,7 +134,16 @@ def _needed(text: str, claim: re.Match[str]) -> Iterable[str] | None:
         return None
     if verb in OF_FILES and not NAMES_A_FILE.search(_after(text, claim)):
         return None
+    if verb in OF_PAGES and not NAMES_A_PAGE.search(re.split(r"[.!?]\s", _after(text, claim))[0]):
+        return None
     return VERBS["looked up" if verb.startswith("looked") else verb]
+
+
+def _is_spoken(text: str, claim: re.Match[str]) -> bool:
+    """Whether it is the speech of another, as in `she said: "I searched the attic"`."""
+    before, after = text[max(0, claim.start() - 160) : claim.start()], text[claim.end() : claim.end() + 160]
+    is_quoted = sum(before.rpartition("\n")[2].count(sign) for sign in '"“”') % 2 == 1
+    return SPOKEN.search(before) is not None or (is_quoted and SPOKEN_BY.match(after) is not None)
 
 
 def _after(text: str, claim: re.Match[str]) -> str:

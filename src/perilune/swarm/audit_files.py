@@ -54,7 +54,6 @@ READ_KEYS = frozenset({"source", "src", "input_path"})
 WRITING_WORDS = frozenset(
     [
         "append",
-        "copy",
         "create",
         "delete",
         "download",
@@ -71,11 +70,16 @@ WRITING_WORDS = frozenset(
         "touch",
         "unlink",
         "update",
-        "upload",
         "write",
     ]
 )
 """A tool with one of these words in its name writes to the path it is given."""
+COPYING_WORDS = frozenset({"copy", "upload"})
+"""One with these reads that path, unless what it should hold is given too."""
+CONTENT_KEYS = frozenset({"content", "contents", "data", "text"})
+FILE_WORDS = frozenset({"file", "files", "folder"})
+WEB_WORDS = frozenset({"browse", "browser", "click", "goto", "navigate", "url", "visit", "web"})
+"""For a tool with one of these, and none of the words above, a path is that of a page."""
 COMMAND_KEYS = frozenset({"command", "cmd", "commands", "argv"})
 CODE_KEYS = frozenset({"code", "program"})
 SCRIPT_KEYS = frozenset({"script"})
@@ -121,13 +125,22 @@ OUTPUT_OPTIONS: Mapping[str, frozenset[str]] = {
     "unzip": frozenset({"-d"}), "patch": frozenset({"-o", "--output", "-d", "--directory"}),
 }  # fmt: skip
 """Options whose value is written."""
-READ_OPTIONS: Mapping[str, frozenset[str]] = {"patch": frozenset({"-i", "--input"})}
+READ_OPTIONS: Mapping[str, frozenset[str]] = {
+    "patch": frozenset({"-i", "--input"}), "touch": frozenset({"-r", "--reference"}),
+    "truncate": frozenset({"-r", "--reference"}), **dict.fromkeys(["chmod", "chown"], frozenset({"--reference"})),
+}  # fmt: skip
 """Options of programs that write whose value is only read."""
 SHELLS = frozenset({"sh", "bash", "dash", "zsh"})
 SCRATCH = (WORKSPACE, "/tmp", "/var/tmp", "/dev/shm", "/dev/null", "/dev/stdout", "/dev/stderr", "/dev/tty", "/dev/fd")
 """Writable in every sandbox; but for the workspace nothing of it stays."""
 HEREDOC = re.compile(r"<<-?[ \t]*(['\"]?)(\w+)\1([^\n]*)\n")
 """Its first line; the last is one with its word alone."""
+QUOTED_OR_COMMENT = re.compile(
+    r"""'[^']*'|"(?:\\.|[^"\\])*"|\\.#*|(?<![^\s;&|(])#[^\n'"`(){}]*""",
+    re.DOTALL,
+)
+"""A comment begins with a # that begins a word, outside of quotes. One with quotes or brackets in it may be none."""
+BEGINS_COMMENT = re.compile(r"(?:^|[\s;&|(])#")
 LONG_COMMAND = 1 << 16
 """Characters from which on words are found by a plain rule: the shell's take time that grows with the square."""
 LONGEST_PATH = 4096
@@ -150,13 +163,15 @@ class FileUse:
 
 def file_uses(tool: str, arguments: str) -> list[FileUse]:
     """The files that a call names, each once, in order."""
-    words = set(words_of(tool))
-    tool_writes = not WRITING_WORDS.isdisjoint(words)
+    words, fields = set(words_of(tool)), list(_fields(given_of(arguments)))
+    is_given = any(name in CONTENT_KEYS for name, _ in fields)
+    tool_writes = bool(words & WRITING_WORDS) or (is_given and bool(words & COPYING_WORDS))
+    is_web = bool(words & WEB_WORDS) and words.isdisjoint(WRITING_WORDS | COPYING_WORDS | FILE_WORDS)
     found: list[FileUse] = []
-    for name, text in _fields(given_of(arguments)):
+    for name, text in fields:
         if isinstance(text, list):
             found += _simple(text, WORKSPACE, 0)
-        elif name in PATH_KEYS and "\n" not in text.strip():
+        elif name in PATH_KEYS and not is_web and "\n" not in text.strip():
             writes = (tool_writes and name not in READ_KEYS) or name in WRITTEN_KEYS
             found += _named(text, WORKSPACE, writes=writes)
         elif name in COMMAND_KEYS:
@@ -226,6 +241,7 @@ def _shell(command: str, folder: str, depth: int) -> Iterator[FileUse]:
     if depth > DEEPEST:
         return
     command, inside = _without_heredocs(command)
+    command = _without_comments(command)
     for before, text in inside:
         if "python" in before:
             yield from _python(text, depth + 1)
@@ -252,6 +268,14 @@ def _shell(command: str, folder: str, depth: int) -> Iterator[FileUse]:
             words = []
         else:
             words.append(token)
+
+
+def _without_comments(command: str) -> str:
+    def kept(found: re.Match[str]) -> str:
+        is_comment = found.group().startswith("#") and command[found.end() : found.end() + 1] in ("", "\n")
+        return "" if is_comment else found.group()
+
+    return QUOTED_OR_COMMENT.sub(kept, command)
 
 
 def _changed(words: list[str], folder: str, before: str) -> str:
@@ -307,11 +331,11 @@ def _without_heredocs(command: str) -> tuple[str, list[tuple[str, str]]]:
     while (match := HEREDOC.search(command, at)) is not None:
         last = ends.get(match.group(2), [])
         place = bisect_left(last, (match.end(), 0))
-        if place == len(last):
+        before = command[max(at, command.rfind("\n", 0, match.start()) + 1) : match.start()]
+        if place == len(last) or BEGINS_COMMENT.search(before):
             kept.append(command[at : match.end()])
             at = match.end()
             continue
-        before = command[command.rfind("\n", 0, match.start()) + 1 : match.start()]
         inside.append((before, command[match.end() : last[place][0]]))
         kept.append(command[at : match.start()] + match.group(3) + "\n")
         at = last[place][1]
@@ -506,7 +530,8 @@ SHELL_CALLS = frozenset(
     ]
 )
 WRITING_FLAGS = frozenset({"O_WRONLY", "O_RDWR", "O_CREAT", "O_TRUNC", "O_APPEND"})
-PATH_LIKE = re.compile(r"[^\s'\"]*[/.][^\s'\"]*")
+PATH_LIKE = re.compile(r"(?=[^\s'\"]+\Z).*?(?:/|\.\w).*")
+"""A word with a separator or an ending; a point at its end is that of a sentence."""
 
 
 def _parsed(code: str) -> ast.Module | None:
