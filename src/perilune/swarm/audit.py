@@ -41,7 +41,16 @@ from typing import Any
 import orjson
 
 from perilune.swarm.audit_claims import unsupported
-from perilune.swarm.audit_files import file_uses, given_of, words_of
+from perilune.swarm.audit_files import (
+    CODE_KEYS,
+    COMMAND_KEYS,
+    CONTENT_KEYS,
+    PATH_KEYS,
+    SCRIPT_KEYS,
+    file_uses,
+    given_of,
+    words_of,
+)
 from perilune.swarm.audit_patterns import Patterns
 from perilune.swarm.journal.event import Event, JournalError
 from perilune.swarm.journal.verify import Report
@@ -67,10 +76,15 @@ SECRET_KINDS = frozenset({"credentials", "journal"})
 REFUSED_PATH = re.compile(r"outside of what you may use|which you may only read|leaves its folder")
 """How the file tools refuse a name that leads out, also where it does not show (a link)."""
 SENSITIVE = re.compile(
-    r"\.env\b|\.ssh\b|\bid_(?:rsa|ed25519)\b|\.aws\b|\.netrc\b|\bcredentials?\b|\bseal\.key\b|\bjournal\.db\b"
-    r"|/proc/(?:self|\d+)/(?:environ|root|mem)\b|\b(?:api|secret)[_-]?keys?\b|/etc/shadow\b",
+    r"\.env\b|\.ssh\b|\bid_(?:rsa|ed25519)\b|\.aws\b|\.netrc\b|\bcredentials?\.\w|\bseal\.key\b|\bjournal\.db\b"
+    r"|/proc/(?:self|\d+)/(?:environ|root|mem)\b|/etc/shadow\b",
     re.IGNORECASE,
 )
+"""Names of files, wherever they stand."""
+SENSITIVE_WORDS = re.compile(r"\bcredentials?\b|\b(?:api|secret)[_-]?keys?\b", re.IGNORECASE)
+"""Words that honest texts use as well: they count in names of fields, paths, commands and code, and by themselves."""
+TALKING_KEYS = CONTENT_KEYS | {"q", "queries", "query", "question"}
+WORKING_KEYS = PATH_KEYS | COMMAND_KEYS | CODE_KEYS | SCRIPT_KEYS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,8 +255,8 @@ class Flags:
         if outside:
             detail = f"{name} would write {', '.join(map(repr, outside[:3]))}"
             self._flag("write_outside", event.chain, event.index, detail, call)
-        secret = SENSITIVE.search("\n".join(_texts(given)) if given else arguments)
-        named = secret.group() if secret else None
+        texts = _texts(given) if given else [("command", arguments)]
+        named = next((found for key, text in texts if (found := _sensitive(key, text))), None)
         for use in uses:
             kind = self.patterns.kind_of(use)
             if kind in SECRET_KINDS:
@@ -302,17 +316,25 @@ def _words(text: str) -> str:
     return " ".join(shown.split()).rstrip(".").rstrip()
 
 
-def _texts(value: Any) -> Iterator[str]:
-    """All texts of arguments, names of fields among them, as they were meant: without JSON's escapes."""
-    waiting = [value]
+def _texts(value: Any) -> Iterator[tuple[str, str]]:
+    """All texts of arguments with the names of their fields, and those names, as they were meant: without escapes."""
+    waiting = [("", value)]
     while waiting:
-        each = waiting.pop()
+        name, each = waiting.pop()
         if isinstance(each, str):
-            yield each
+            yield name, each
         elif isinstance(each, dict):
-            waiting += [*each, *each.values()]
+            for key, inside in each.items():
+                waiting += [("", key), (key.lower(), inside)]
         elif isinstance(each, list):
-            waiting += each
+            waiting += [(name, inside) for inside in each]
+
+
+def _sensitive(name: str, text: str) -> str | None:
+    """What the text of a field names that is secret."""
+    is_talk = name not in WORKING_KEYS and (name in TALKING_KEYS or re.search(r"\s", text) is not None)
+    found = SENSITIVE.search(text) or (None if is_talk else SENSITIVE_WORDS.search(text))
+    return found.group() if found else None
 
 
 def summarize(source: Source, patterns: Patterns | None = None) -> dict[str, Any]:

@@ -54,7 +54,6 @@ READ_KEYS = frozenset({"source", "src", "input_path"})
 WRITING_WORDS = frozenset(
     [
         "append",
-        "copy",
         "create",
         "delete",
         "download",
@@ -71,13 +70,22 @@ WRITING_WORDS = frozenset(
         "touch",
         "unlink",
         "update",
-        "upload",
         "write",
     ]
 )
 """A tool with one of these words in its name writes to the path it is given."""
-COMMAND_KEYS = frozenset({"command", "cmd", "commands"})
+COPYING_WORDS = frozenset({"copy", "upload"})
+"""One with these reads that path, unless what it should hold is given too."""
+CONTENT_KEYS = frozenset({"content", "contents", "data", "text"})
+FILE_WORDS = frozenset({"file", "files", "folder"})
+WEB_WORDS = frozenset({"browse", "browser", "click", "goto", "navigate", "url", "visit", "web"})
+"""For a tool with one of these, and none of the words above, a path is that of a page."""
+COMMAND_KEYS = frozenset({"command", "cmd", "commands", "argv"})
 CODE_KEYS = frozenset({"code", "program"})
+SCRIPT_KEYS = frozenset({"script"})
+"""Of a shell, or of Python where it reads as a program that calls something."""
+PAGE_WORDS = frozenset({"browser", "evaluate", "javascript", "js", "node", "page"})
+"""A script of a tool with one of these words in its name is of neither."""
 
 WRITING_PROGRAMS = frozenset(
     ["chmod", "chown", "mkdir", "mv", "rm", "rmdir", "shred", "tee", "touch", "truncate", "unlink"]
@@ -88,6 +96,18 @@ TALKING_PROGRAMS = frozenset({"echo", "printf", "export", "exit", "test", "[", "
 """Their words are no files."""
 SEARCHING_PROGRAMS = frozenset({"grep", "egrep", "fgrep", "rg", "ag", "awk", "gawk", "sed", "perl", "jq"})
 """Their first word is what they look for, or what they do with it; or it stands behind -e."""
+GIT_FOLDER_OPTIONS = frozenset({"-C", "--work-tree"})
+GIT_CHANGES = frozenset(
+    [
+        *("add", "am", "apply", "checkout", "cherry-pick", "clean", "clone", "commit", "init", "merge", "mv", "pull"),
+        *("rebase", "reset", "restore", "revert", "rm", "switch"),
+    ]
+)
+"""What changes the folder that -C leads to."""
+GIT_CHANGED_FROM: Mapping[str, int] = {"checkout": 1, "clean": 0, "clone": 1, "init": 0, "mv": 0, "restore": 0, "rm": 0}
+"""From which word on these change the files that are named; the words before it are branches and addresses."""
+GIT_KEEPS_FILES = frozenset({"-b", "-B", "--orphan", "--cached", "--staged", "-n", "--dry-run"})
+"""Options with which git names branches, or changes its index alone."""
 TEXT_OPTIONS = frozenset({"-m", "-am", "--message", "--grep", "-k"})
 """Of git and pytest: the word behind them is no file."""
 STARTING_PROGRAMS: Mapping[str, frozenset[str]] = {
@@ -102,15 +122,29 @@ OUTPUT_OPTIONS: Mapping[str, frozenset[str]] = {
     **dict.fromkeys(["cp", "mv", "ln", "install"], frozenset({"-t", "--target-directory"})),
     "curl": frozenset({"-o", "--output", "--output-dir"}), "sort": frozenset({"-o", "--output"}),
     "wget": frozenset({"-O", "--output-document", "-P", "--directory-prefix"}),
+    "unzip": frozenset({"-d"}), "patch": frozenset({"-o", "--output", "-d", "--directory"}),
 }  # fmt: skip
 """Options whose value is written."""
+READ_OPTIONS: Mapping[str, frozenset[str]] = {
+    "patch": frozenset({"-i", "--input"}), "touch": frozenset({"-r", "--reference"}),
+    "truncate": frozenset({"-r", "--reference"}), **dict.fromkeys(["chmod", "chown"], frozenset({"--reference"})),
+}  # fmt: skip
+"""Options of programs that write whose value is only read."""
 SHELLS = frozenset({"sh", "bash", "dash", "zsh"})
 SCRATCH = (WORKSPACE, "/tmp", "/var/tmp", "/dev/shm", "/dev/null", "/dev/stdout", "/dev/stderr", "/dev/tty", "/dev/fd")
 """Writable in every sandbox; but for the workspace nothing of it stays."""
 HEREDOC = re.compile(r"<<-?[ \t]*(['\"]?)(\w+)\1([^\n]*)\n")
 """Its first line; the last is one with its word alone."""
+QUOTED_OR_COMMENT = re.compile(
+    r"""'[^']*'|"(?:\\.|[^"\\])*"|\\.#*|(?<![^\s;&|(])#[^\n'"`(){}]*""",
+    re.DOTALL,
+)
+"""A comment begins with a # that begins a word, outside of quotes. One with quotes or brackets in it may be none."""
+BEGINS_COMMENT = re.compile(r"(?:^|[\s;&|(])#")
 LONG_COMMAND = 1 << 16
 """Characters from which on words are found by a plain rule: the shell's take time that grows with the square."""
+LONGEST_PATH = 4096
+"""Characters: no system opens a file by a longer name, and names that grow with every `cd` take time."""
 WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|\d+")
 DEEPEST = 4
 """Shells inside shells."""
@@ -129,21 +163,41 @@ class FileUse:
 
 def file_uses(tool: str, arguments: str) -> list[FileUse]:
     """The files that a call names, each once, in order."""
-    given = given_of(arguments)
-    tool_writes = not WRITING_WORDS.isdisjoint(words_of(tool))
+    words, fields = set(words_of(tool)), list(_fields(given_of(arguments)))
+    is_given = any(name in CONTENT_KEYS for name, _ in fields)
+    tool_writes = bool(words & WRITING_WORDS) or (is_given and bool(words & COPYING_WORDS))
+    is_web = bool(words & WEB_WORDS) and words.isdisjoint(WRITING_WORDS | COPYING_WORDS | FILE_WORDS)
     found: list[FileUse] = []
-    for key, value in given.items():
-        texts = [each for each in (value if isinstance(value, list) else [value]) if isinstance(each, str) and each]
-        name = key.lower()
-        for text in texts:
-            if name in PATH_KEYS and "\n" not in text.strip():
-                writes = (tool_writes and name not in READ_KEYS) or name in WRITTEN_KEYS
-                found += _named(text, WORKSPACE, writes=writes)
-            elif name in COMMAND_KEYS:
-                found += _shell(text, WORKSPACE, 0)
-            elif name in CODE_KEYS:
-                found += _python(text, 0)
+    for name, text in fields:
+        if isinstance(text, list):
+            found += _simple(text, WORKSPACE, 0)
+        elif name in PATH_KEYS and not is_web and "\n" not in text.strip():
+            writes = (tool_writes and name not in READ_KEYS) or name in WRITTEN_KEYS
+            found += _named(text, WORKSPACE, writes=writes)
+        elif name in COMMAND_KEYS:
+            found += _shell(text, WORKSPACE, 0)
+        elif name in CODE_KEYS or (name in SCRIPT_KEYS and _is_program(text)):
+            found += _python(text, 0)
+        elif name in SCRIPT_KEYS and PAGE_WORDS.isdisjoint(words):
+            found += _shell(text, WORKSPACE, 0)
     return list(dict.fromkeys(found))
+
+
+def _fields(given: dict[str, Any]) -> Iterator[tuple[str, str | list[str]]]:
+    """Every text with the name of its field, in order and however deep; one list where a command is given as words."""
+    waiting: list[tuple[str, Any]] = [("", given)]
+    while waiting:
+        name, value = waiting.pop()
+        if isinstance(value, dict):
+            waiting += [(key.lower(), each) for key, each in reversed(value.items())]
+        elif isinstance(value, list):
+            texts = [each for each in value if isinstance(each, str) and each]
+            if name in COMMAND_KEYS - {"commands"} and texts and not re.search(r"\s", texts[0]):
+                yield name, texts
+            else:
+                waiting += [(name, each) for each in reversed(value)]
+        elif isinstance(value, str) and value:
+            yield name, value
 
 
 def given_of(arguments: str) -> dict[str, Any]:
@@ -170,8 +224,8 @@ def resolved(path: str, folder: str = WORKSPACE) -> str | None:
     path = unicodedata.normalize("NFKC", path)  # what looks like dots and separators counts as such
     if not path or "\0" in path or "$" in path or "`" in path or "://" in path:
         return None
-    found = posixpath.normpath(posixpath.join(folder, path))
-    return "/" + found.lstrip("/")
+    found = posixpath.join(folder, path)
+    return "/" + posixpath.normpath(found).lstrip("/") if len(found) <= LONGEST_PATH else None
 
 
 def _named(path: str, folder: str, *, writes: bool) -> Iterator[FileUse]:
@@ -187,6 +241,7 @@ def _shell(command: str, folder: str, depth: int) -> Iterator[FileUse]:
     if depth > DEEPEST:
         return
     command, inside = _without_heredocs(command)
+    command = _without_comments(command)
     for before, text in inside:
         if "python" in before:
             yield from _python(text, depth + 1)
@@ -213,6 +268,14 @@ def _shell(command: str, folder: str, depth: int) -> Iterator[FileUse]:
             words = []
         else:
             words.append(token)
+
+
+def _without_comments(command: str) -> str:
+    def kept(found: re.Match[str]) -> str:
+        is_comment = found.group().startswith("#") and command[found.end() : found.end() + 1] in ("", "\n")
+        return "" if is_comment else found.group()
+
+    return QUOTED_OR_COMMENT.sub(kept, command)
 
 
 def _changed(words: list[str], folder: str, before: str) -> str:
@@ -268,11 +331,11 @@ def _without_heredocs(command: str) -> tuple[str, list[tuple[str, str]]]:
     while (match := HEREDOC.search(command, at)) is not None:
         last = ends.get(match.group(2), [])
         place = bisect_left(last, (match.end(), 0))
-        if place == len(last):
+        before = command[max(at, command.rfind("\n", 0, match.start()) + 1) : match.start()]
+        if place == len(last) or BEGINS_COMMENT.search(before):
             kept.append(command[at : match.end()])
             at = match.end()
             continue
-        before = command[command.rfind("\n", 0, match.start()) + 1 : match.start()]
         inside.append((before, command[match.end() : last[place][0]]))
         kept.append(command[at : match.start()] + match.group(3) + "\n")
         at = last[place][1]
@@ -325,20 +388,86 @@ def _simple(words: list[str], folder: str, depth: int) -> Iterator[FileUse]:
         for word in rest:
             if word.startswith(("if=", "of=")):
                 yield from _named(word[3:], folder, writes=word.startswith("of="))
+    elif program == "find":
+        yield from _find(rest, folder, depth)
+    elif program == "git":
+        yield from _git(rest, folder)
+    elif program == "tar":
+        yield from _tar(rest, folder)
     elif program not in TALKING_PROGRAMS:
         options = [word for word in rest if word.startswith("-")]
-        named = [word for word in _without_texts(program, rest) if not word.startswith("-")]
+        words, reading = _without_texts(program, rest), READ_OPTIONS.get(program, frozenset())
+        named = [word for before, word in zip(["", *words], words) if word[:1] != "-" and before not in reading]
         in_place = program in ("sed", "perl") and any(re.match(r"-[a-z]*i|--in-place", word) for word in options)
         for option, value in zip(rest, rest[1:]):
-            if option in OUTPUT_OPTIONS.get(program, ()):
-                yield from _named(value, folder, writes=True)
+            if option in reading or option in OUTPUT_OPTIONS.get(program, ()):
+                yield from _named(value, folder, writes=option not in reading)
         for option in options:
             if option.partition("=")[0] in OUTPUT_OPTIONS.get(program, ()):
                 yield from _named(option.partition("=")[2], folder, writes=True)
         for position, word in enumerate(named):
             is_last = position == len(named) - 1 and len(named) > 1
             writes = program in WRITING_PROGRAMS or (program in COPYING_PROGRAMS and is_last)
+            writes |= program == "patch" and position == 0
             yield from _named(word, folder, writes=writes or in_place)
+
+
+def _find(words: list[str], folder: str, depth: int) -> Iterator[FileUse]:
+    """Where it looks, which -delete removes, and the first program that it starts with what it found."""
+    first = next((place for place, word in enumerate(words) if word[:1] in ("-", "(", "!")), len(words))
+    starts, tests = words[:first] or ["."], words[first:]
+    for word in starts:
+        yield from _named(word, folder, writes="-delete" in tests)
+    for word in tests:
+        if not word.startswith("-"):
+            yield from _named(word, folder, writes=False)
+    at = next((place for place, word in enumerate(tests) if re.fullmatch("-(exec|ok)(dir)?", word)), len(tests))
+    started = tests[at + 1 :]
+    if "{}" in started:
+        place = started.index("{}")
+        started[place : place + 1] = starts
+    if depth <= DEEPEST:
+        yield from _simple(started, folder, depth + 1)
+
+
+def _git(words: list[str], folder: str) -> Iterator[FileUse]:
+    """Files that are named, and the folder that -C leads to."""
+    at, is_led = 0, False
+    while at < len(words) and words[at].startswith("-"):
+        option, _, value = words[at].partition("=")
+        if option in GIT_FOLDER_OPTIONS:
+            folder, is_led = resolved(value or "".join(words[at + 1 : at + 2]), folder) or folder, True
+        at += 2 if words[at] in GIT_FOLDER_OPTIONS | {"-c", "--git-dir"} else 1
+    program, rest = "".join(words[at : at + 1]), words[at + 1 :]
+    if is_led and program in GIT_CHANGES:
+        yield FileUse(path=folder, writes=True)
+    first = GIT_CHANGED_FROM.get(program, len(rest)) if GIT_KEEPS_FILES.isdisjoint(rest) else len(rest)
+    if program == "checkout" and "--" in rest:
+        first = sum(not word.startswith("-") for word in rest[: rest.index("--")])
+    named = [word for word in _without_texts("git", rest) if not word.startswith("-")]
+    for position, word in enumerate(named):
+        yield from _named(word, folder, writes=position >= first)
+
+
+def _tar(words: list[str], folder: str) -> Iterator[FileUse]:
+    """Where it unpacks to, the archive that it makes, and what it reads."""
+    short = [word for place, word in enumerate(words) if re.fullmatch(r"-[A-Za-z]+" if place else r"-?[A-Za-z]+", word)]
+    letters = set("".join(short))
+    unpacks = "x" in letters or not {"--extract", "--get"}.isdisjoint(words)
+    makes = not letters.isdisjoint("cru") or "--create" in words
+    target, is_short = "." if unpacks else "", set(short)
+    for before, word in zip(["", *words], words):
+        option, _, value = word.partition("=")
+        if option in ("--directory", "--file") and value:
+            before, word = option, value
+        elif word.startswith("-C/"):
+            before, word = "--directory", word[2:]
+        if before == "--directory" or (before in is_short and before.endswith("C")):
+            target = word
+        elif word not in is_short and not word.startswith("-"):
+            is_archive = before == "--file" or (before in is_short and before.endswith("f"))
+            yield from _named(word, folder, writes=makes and is_archive)
+    yield from _named(target, folder, writes=unpacks)
 
 
 def _without_starters(words: list[str]) -> list[str]:
@@ -379,8 +508,6 @@ WRITING_CALLS = frozenset(
     [
         "os.remove",
         "os.unlink",
-        "os.rename",
-        "os.replace",
         "os.mkdir",
         "os.makedirs",
         "os.rmdir",
@@ -389,9 +516,8 @@ WRITING_CALLS = frozenset(
         "shutil.rmtree",
     ]
 )
-COPYING_CALLS = frozenset(
-    ["shutil.copy", "shutil.copy2", "shutil.copyfile", "shutil.copytree", "shutil.move", "os.link"]
-)
+MOVING_CALLS = frozenset({"shutil.move", "os.rename", "os.replace"})
+COPYING_CALLS = MOVING_CALLS | {"shutil.copy", "shutil.copy2", "shutil.copyfile", "shutil.copytree", "os.link"}
 SHELL_CALLS = frozenset(
     [
         "os.system",
@@ -403,46 +529,73 @@ SHELL_CALLS = frozenset(
         "subprocess.Popen",
     ]
 )
-PATH_LIKE = re.compile(r"[^\s'\"]*[/.][^\s'\"]*")
+WRITING_FLAGS = frozenset({"O_WRONLY", "O_RDWR", "O_CREAT", "O_TRUNC", "O_APPEND"})
+PATH_LIKE = re.compile(r"(?=[^\s'\"]+\Z).*?(?:/|\.\w).*")
+"""A word with a separator or an ending; a point at its end is that of a sentence."""
+
+
+def _parsed(code: str) -> ast.Module | None:
+    try:
+        return ast.parse(code)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+
+
+def _is_program(text: str) -> bool:
+    """Whether it reads as Python that does something: `rm /etc/motd` reads as Python too, as a division."""
+    tree = _parsed(text)
+    return tree is not None and any(isinstance(node, ast.Call | ast.Import | ast.ImportFrom) for node in ast.walk(tree))
 
 
 def _python(code: str, depth: int) -> Iterator[FileUse]:
-    if depth > DEEPEST:
+    tree = _parsed(code) if depth <= DEEPEST else None
+    if tree is None:
         return
-    try:
-        tree = ast.parse(code)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return
+    _with_full_names(tree)
     taken: set[int] = set()
     """Constants that are accounted for."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue
         name = _dotted(node.func)
-        first = _constant(node.args[0]) if node.args else None
-        if name in SHELL_CALLS and node.args:
-            taken |= {id(part) for part in ast.walk(node.args[0])}
-            yield from _started(node.args[0], depth)
-        elif name in ("open", "io.open") and first is not None:
-            taken |= {id(part) for part in ast.walk(node.args[0])}
-            yield from _named(first, WORKSPACE, writes=_opens_to_write(node))
-        elif name in WRITING_CALLS and first is not None:
-            taken |= {id(part) for part in ast.walk(node.args[0])}
-            yield from _named(first, WORKSPACE, writes=True)
-        elif name in COPYING_CALLS and len(node.args) > 1:
-            taken |= {id(part) for argument in node.args[:2] for part in ast.walk(argument)}
-            for argument, writes in zip(node.args[:2], (name == "shutil.move", True)):
-                yield from _named(_constant(argument) or "", WORKSPACE, writes=writes)
-        elif isinstance(node.func, ast.Attribute):
+        if name in SHELL_CALLS and (command := _argument(node, 0, "args", "command", "cmd")):
+            taken |= {id(part) for part in ast.walk(command)}
+            yield from _started(command, depth)
+        elif name in ("open", "io.open", "os.open") or name in WRITING_CALLS:
+            argument = _argument(node, 0, "file", "path")
+            path = _constant(argument)
+            if argument is not None and path is not None:
+                taken |= {id(part) for part in ast.walk(argument)}
+                opens = _has_writing_flags(node) if name == "os.open" else _opens_to_write(node)
+                yield from _named(path, WORKSPACE, writes=name in WRITING_CALLS or opens)
+        elif name in COPYING_CALLS:
+            for at, key in enumerate(("src", "dst")):
+                if (argument := _argument(node, at, key)) is not None:
+                    taken |= {id(part) for part in ast.walk(argument)}
+                    yield from _named(_constant(argument) or "", WORKSPACE, writes=at == 1 or name in MOVING_CALLS)
+        elif isinstance(node.func, ast.Attribute) and _is_path(node.func.value):
             path = _constant(node.func.value)
             writes = node.func.attr in WRITING_METHODS or (node.func.attr == "open" and _opens_to_write(node, at=0))
-            if path is not None and isinstance(node.func.value, ast.Call | ast.BinOp):
+            if path is not None:
                 taken |= {id(part) for part in ast.walk(node.func.value)}
                 yield from _named(path, WORKSPACE, writes=writes)
     for node in ast.walk(tree):
         is_text = isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in taken
         if is_text and PATH_LIKE.fullmatch(node.value):  # pyrefly: ignore
             yield from _named(node.value, WORKSPACE, writes=False)  # pyrefly: ignore
+
+
+def _with_full_names(tree: ast.Module) -> None:
+    """Puts what was imported in place of its names: after `from os import remove as r` of `r` comes `os.remove`."""
+    meant: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            meant |= {each.asname: each.name for each in node.names if each.asname}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            meant |= {each.asname or each.name: f"{node.module}.{each.name}" for each in node.names}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            node.id = meant.get(node.id, node.id)
 
 
 def _started(argument: ast.expr, depth: int) -> Iterator[FileUse]:
@@ -453,30 +606,60 @@ def _started(argument: ast.expr, depth: int) -> Iterator[FileUse]:
         yield from _shell(command, WORKSPACE, depth + 1)
 
 
+def _argument(node: ast.Call, at: int, *names: str) -> ast.expr | None:
+    """What a call is given at this place, or by one of these names."""
+    if len(node.args) > at:
+        return node.args[at]
+    return next((each.value for each in node.keywords if each.arg in names), None)
+
+
 def _dotted(node: ast.expr) -> str:
-    if isinstance(node, ast.Name):
-        return node.id
-    return f"{_dotted(node.value)}.{node.attr}" if isinstance(node, ast.Attribute) else ""
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    return ".".join([node.id if isinstance(node, ast.Name) else "", *reversed(parts)])
 
 
-def _constant(node: ast.expr) -> str | None:
-    """The path that a constant, `Path("a")` or `Path("a") / "b"` names."""
-    if isinstance(node, ast.Constant):
-        return node.value if isinstance(node.value, str) else None
-    if isinstance(node, ast.Call) and _dotted(node.func).rpartition(".")[2] in ("Path", "PosixPath") and node.args:
-        parts = [_constant(part) for part in node.args]
-        return None if None in parts else posixpath.join(*(part for part in parts if part is not None))
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
-        left, right = _constant(node.left), _constant(node.right)
-        return None if left is None or right is None else posixpath.join(left, right)
-    return None
+def _constant(node: ast.expr | None) -> str | None:
+    """The path that a constant, `Path("a")`, `Path("a") / "b"` or `"a" + "b"` names."""
+    rest: list[ast.BinOp] = []
+    while isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div | ast.Add):
+        rest.append(node)
+        node = node.left
+    found = None
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        found = node.value
+    elif isinstance(node, ast.Call) and _dotted(node.func).endswith(("Path", "path.join")):
+        found = _joined([_constant(part) for part in node.args])
+    for each in reversed(rest):
+        right = None if found is None else _constant(each.right)
+        if found is None or right is None:
+            return None
+        found = posixpath.join(found, right) if isinstance(each.op, ast.Div) else found + right
+    return found
+
+
+def _joined(parts: list[str | None]) -> str | None:
+    known = [part for part in parts if part is not None]
+    return posixpath.join(*known) if known and len(known) == len(parts) else None
+
+
+def _is_path(node: ast.expr) -> bool:
+    return isinstance(node, ast.Call) or (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div))
 
 
 def _opens_to_write(node: ast.Call, at: int = 1) -> bool:
-    mode = node.args[at] if len(node.args) > at else None
-    for keyword in node.keywords:
-        mode = keyword.value if keyword.arg == "mode" else mode
+    mode = _argument(node, at, "mode")
     return isinstance(mode, ast.Constant) and isinstance(mode.value, str) and not set("wax+").isdisjoint(mode.value)
+
+
+def _has_writing_flags(node: ast.Call) -> bool:
+    flags = _argument(node, 1, "flags")
+    parts = [] if flags is None else list(ast.walk(flags))
+    named = {part.attr for part in parts if isinstance(part, ast.Attribute)}
+    named |= {part.id.rpartition(".")[2] for part in parts if isinstance(part, ast.Name)}
+    return not WRITING_FLAGS.isdisjoint(named)
 
 
 __all__ = ["FileUse", "file_uses", "given_of", "resolved", "words_of"]

@@ -6,6 +6,7 @@ A pattern is one of
     /proc/*/environ     a glob for the whole path, when it begins with "/"; elsewhere for its end (data/gold/*.json)
 
 Tests and logs are read by every honest agent, so only changing them counts; the other kinds count when named at all.
+`test_output.txt` is of the tests: what a test is compared with has such a name too. `--protect tests=` takes them away.
 """
 
 from __future__ import annotations
