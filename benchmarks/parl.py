@@ -92,8 +92,8 @@ from perilune.data.chat_rows import ChatRows
 from perilune.data.tokenizer import Tokenizer
 from perilune.model import Decoder
 from perilune.report.rl import write_rl_report
-from perilune.rl.evaluation import EPISODES, evaluate, forget_after, read_evaluations
-from perilune.rl.loop import CHECKPOINTS, RECORDS, Loop
+from perilune.rl.evaluation import EPISODES, EVALUATIONS, evaluate, read_evaluations
+from perilune.rl.loop import CHECKPOINTS, RECORDS, Loop, keep_records
 from perilune.rl.replay import replay_folder
 from perilune.rl.run import RL_CONFIG, check_continued
 from perilune.rl.run_config import RLRunConfig, RLRunError, plain_config
@@ -190,7 +190,7 @@ async def _train(
     async with Loop(
         model, tokenizer, environments, config.rl, folder=folder, resume=resume, about=about, ptx=ptx
     ) as loop:  # fmt: skip
-        forget_after(folder, loop.iteration)
+        keep_records(folder / EVALUATIONS, loop.iteration)
         if not resume:
             await loop.save()
         say(f"{name_of(settings)}: engines are there, iteration {loop.iteration}/{settings.iterations}")

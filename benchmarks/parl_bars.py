@@ -55,7 +55,8 @@ def bars_text(rows: Sequence[Row], *, tiny: bool = False, recipe: str = "full", 
     kept = _in_place(_as_the_full(kept, recipe), swarm)
     lines = ["| goal | bar | measured | met |", "|---|---|---|---|"]
     lines += [f"| {each.goal} | {each.bar} | {each.measured or 'nothing'} | {each.told} |" for each in bars(kept)]
-    notes = [each for each in (starts_text(kept), unlike_text(kept)) if each]
+    other = "" if swarm == SWARM else f"The arm {swarm!r} stands in the place of {SWARM!r}."
+    notes = [each for each in (other, starts_text(kept), unlike_text(kept)) if each]
     return "\n\n".join(["\n".join(lines), *notes, product_text(kept), arms_text(kept)])
 
 
@@ -69,7 +70,7 @@ def _in_place(rows: Sequence[Row], swarm: str) -> list[Row]:
     """Rows of an arm as those of `full`, whose own are left out."""
     if swarm == SWARM:
         return list(rows)
-    kept = (row for row in rows if row.get("arm") != SWARM)
+    kept = (row for row in rows if row.get("arm") != SWARM and row.get("row") != "best-of")  # which tells of its F1
     return [{**row, "arm": SWARM} if row.get("arm") == swarm else row for row in kept]
 
 

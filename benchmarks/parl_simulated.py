@@ -196,18 +196,18 @@ def row_of(settings: Settings, table: Mapping[str, np.ndarray], mix: Mix, name: 
     last = max(1, settings.iterations // 5)
     ends = np.array([spawned[-last:].mean(0) for spawned, _, _ in runs])
     widths = np.array([widths[-last:].mean() for _, _, widths in runs])
-    earned = np.array([outcomes[-last:].mean() for _, outcomes, _ in runs])
+    worth = np.array([outcomes[-last:].mean() for _, outcomes, _ in runs])
     where = (ends[:, 0] >= 0.8) & (ends[:, 1:] <= 0.2).all(1)
     return {
         "mix": mix, "arm": name, "lr": lr, "seeds": settings.seeds,
         "spawn": dict(zip(KINDS, np.round(ends.mean(0), 4).tolist())),
         "collapsed": float(np.mean(ends[:, 0] < 0.05)),
         "prevented": float(np.mean(where & (widths >= SIDE_BY_SIDE))),
-        "worth_it": float(np.mean(where & (earned > WORTH))),
+        "worth_it": float(np.mean(where & (worth > WORTH))),
         "one_at_a_time": float(np.mean((ends[:, 0] >= 0.5) & (widths < SIDE_BY_SIDE))),
-        "outcome": round(float(np.mean(earned)), 4),
+        "outcome": round(float(np.mean(worth)), 4),
         "half_after": _half_after([spawned[:, 0] for spawned, _, _ in runs]),
-        "ends": np.round(np.column_stack([ends, widths, earned]), 3).tolist(),
+        "ends": np.round(np.column_stack([ends, widths, worth]), 3).tolist(),
         "wide_spawn_by_iteration": np.round(np.mean([spawned[:, 0] for spawned, _, _ in runs], axis=0), 3).tolist(),
     }  # fmt: skip
 
@@ -245,8 +245,15 @@ def main(settings: Settings) -> None:
                 say(told(rows[-1]))
     settings.results.parent.mkdir(parents=True, exist_ok=True)
     environment = describe_environment(torch.device("cpu"))
-    plain = {"settings": {**vars(settings), "results": settings.results.name}, "episodes": means, "rows": rows}
-    settings.results.write_text(json.dumps({"environment": environment, **plain}, indent=1) + "\n")
+    plain = {"environment": environment, "settings": {**vars(settings), "results": settings.results.name}}
+    settings.results.write_text(in_lines({**plain, "episodes": means, "rows": rows}))
+
+
+def in_lines(plain: Mapping[str, Any]) -> str:
+    """JSON with a row on every line."""
+    head = json.dumps({name: value for name, value in plain.items() if name != "rows"}, indent=1)
+    lines = ",\n".join(f"  {json.dumps(row)}" for row in plain["rows"])
+    return f'{head.removesuffix("}").rstrip()},\n "rows": [\n{lines}\n ]\n}}\n'
 
 
 if __name__ == "__main__":

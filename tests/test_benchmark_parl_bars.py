@@ -112,6 +112,10 @@ def test_another_arm_is_judged_in_the_place_of_full(bars):
     assert "| wide 0.30; narrow 0.00;" in bars.bars_text(rows)
     text = bars.bars_text(rows, swarm=slow)
     assert "| wide 0.90, 0.90, 0.90; narrow" in text and "0.30" not in text
+    assert "The arm 'full, lr0.0001' stands in the place of 'full'." in text
+    best = row("best-of", "serial", samples_each=3, samples_wanted=3.0, wide_f1={"mean": 0.5}, swarm_f1={"mean": 0.9},
+               swarm_tokens=1500.0)  # fmt: skip
+    assert "best of 3" in bars.bars_text([*rows, best]) and "best of 3" not in bars.bars_text([*rows, best], swarm=slow)
 
 
 def test_an_arm_that_is_not_finished_meets_no_bar_and_is_shown_with_what_it_has(bars):

@@ -1,6 +1,7 @@
 """`perilune sft` as a person meets it: a file of dialogues, a recipe, adapters, resume, and wrong input."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,14 @@ def test_resume_goes_on_with_its_own_config(inside: Path, capsys: pytest.Capture
     main(["sft", "again", "--resume", "--trainer.steps", "3", "--json"])
     assert json.loads(capsys.readouterr().out.rpartition("\n{\n")[2].join(["{\n", ""]))["steps"] == 3
     main(["train", "again", "--resume", "--trainer.steps", "4", "--quiet"])
+
+
+def test_a_copy_goes_on_by_itself(inside: Path) -> None:
+    main(["sft", "micro", "--data", "chats.jsonl", "--name", "first", "--trainer.steps", "1", "--quiet", *FAST])
+    shutil.copytree(inside / "runs" / "first", inside / "runs" / "copied")
+    main(["sft", "copied", "--resume", "--trainer.steps", "2", "--quiet"])
+    steps = {name: read_config(inside / "runs" / name).trainer.steps for name in ("first", "copied")}
+    assert steps == {"first": 1, "copied": 2}
 
 
 @pytest.mark.parametrize(

@@ -120,13 +120,15 @@ def test_a_curve_has_gaps_where_an_iteration_says_nothing(tmp_path):
 
 
 def test_rewards_that_fade_are_said_to_compare_nothing(tmp_path):
-    def page(shares) -> str:
+    def page(shares, parallel=0.5) -> str:
         lines = [{"iteration": n, "reward": 0.5, "parl": {"share": share}} for n, share in enumerate(shares)]
-        (tmp_path / "rl.json").write_text(json.dumps({"start_from": "models/a-start", "rl": {"iterations": 3}}))
+        config = {"start_from": "models/a-start", "rl": {"iterations": 3, "parl": {"parallel": parallel}}}
+        (tmp_path / "rl.json").write_text(json.dumps(config))
         (tmp_path / "records.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         return render_page(rl_page(read_rl_run(tmp_path)))
 
     assert "faded since" in page([1.0, 1.0, 0.5]) and "Rewards for parallel work fade" in page([1.0, 0.5, 0.0])
+    assert "faded since" not in page([1.0, 0.5, 0.0], parallel=0.0)  # with the outcome alone nothing does
     assert "faded since" not in page([1.0, 1.0, 1.0]) and ", from a-start" in page([1.0])
 
 

@@ -115,6 +115,8 @@ def paid_text(parl: Mapping[str, Any]) -> str:
     weights = {name: number(parl.get(name)) for name in ("parallel", "finish", "outcome", "economy")}
     if parl.get("form") not in ("report", "blog") or weights["outcome"] is None:
         return ""
+    if parl["form"] == "blog":
+        weights["finish"] = 0.0  # which that form does not have
     names = {"parallel": "workers that are started", "finish": "tasks that end with a result"}
     extra = [f"{weight:g} for {names[name]}" for name in names if (weight := weights[name])]
     told = [f"{weights['outcome']:g} for the outcome"]

@@ -145,8 +145,9 @@ def _headlines(records: RLRecords) -> list[Headline]:
 
 def _fades(records: RLRecords) -> bool:
     """Whether a part of the reward has lost weight meanwhile: rewards of different iterations are no scale then."""
+    extra = any(number(_get(records.config, "rl", "parl", name)) for name in ("parallel", "finish"))
     shares = {number(_get(each, "parl", "share")) for each in records.iterations}
-    return len(shares - {None}) > 1
+    return extra and len(shares - {None}) > 1
 
 
 def swarm_notes_of(records: RLRecords) -> list[str]:

@@ -9,7 +9,6 @@ pictures are also asked about pictures of other tasks: what is left of the rewar
 
 import base64
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -128,16 +127,6 @@ def read_evaluations(folder: Path) -> list[dict[str, Any]]:
             continue  # cut while it was written
         found[record["iteration"]] = record
     return [found[iteration] for iteration in sorted(found)]
-
-
-def forget_after(folder: Path, iteration: int) -> None:
-    """Drop evaluations of weights that a resumed run does not have."""
-    kept = [record for record in read_evaluations(folder) if record["iteration"] <= iteration]
-    if (folder / EVALUATIONS).exists():
-        lines = "".join(json.dumps(record) + "\n" for record in kept)
-        partial = folder / f".{EVALUATIONS}"
-        partial.write_text(lines, encoding="utf-8")
-        os.replace(partial, folder / EVALUATIONS)  # a kill leaves the one or the other
 
 
 def _numbers(episodes: Sequence[Trajectory], first: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -509,7 +509,9 @@ class Loop:
 def keep_records(path: Path, iteration: int) -> None:
     """Forget what came after an iteration, and a line that a kill left half-written."""
     kept = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
+    if not path.exists():
+        return
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         with contextlib.suppress(ValueError, KeyError, TypeError):
             if json.loads(line)["iteration"] <= iteration:
                 kept.append(line)

@@ -16,7 +16,6 @@ starting weights is written first, so that a run can be resumed from its first s
 import asyncio
 import contextlib
 import json
-import os
 import shlex
 import shutil
 import time
@@ -32,8 +31,8 @@ from perilune.data.tokenizer import Tokenizer
 from perilune.model import Decoder
 from perilune.report.rl import read_rl_run, swarm_notes_of, write_rl_report
 from perilune.rl.environment import Environment
-from perilune.rl.evaluation import EPISODES, EVALUATIONS, evaluate, forget_after, read_evaluations
-from perilune.rl.loop import CHECKPOINTS, RECORDS, TRAJECTORIES, UNJUDGED, Loop, RLConfig
+from perilune.rl.evaluation import EPISODES, EVALUATIONS, evaluate, read_evaluations
+from perilune.rl.loop import CHECKPOINTS, RECORDS, TRAJECTORIES, UNJUDGED, Loop, RLConfig, keep_records
 from perilune.rl.progress import RLProgress
 from perilune.rl.run_config import RLRunConfig, RLRunError, check, check_model, plain_config
 from perilune.rl.workers import WORKERS
@@ -42,7 +41,7 @@ from perilune.train import checkpoint
 from perilune.train.config_file import differences, from_plain, to_plain
 from perilune.train.interrupt import Interrupted, StopRequest
 from perilune.train.run_config import RunConfig
-from perilune.train.run_folder import CONFIG, ENVIRONMENT, TOKENIZER, create
+from perilune.train.run_folder import CONFIG, ENVIRONMENT, TOKENIZER, create, write_json
 from perilune.train.run_lock import locked
 
 RL_CONFIG = "rl.json"
@@ -164,7 +163,7 @@ class _Work:
             policy.model, policy.tokenizer, self.environments, settings,
             folder=self.folder, resume=resume, ptx=self.ptx, about=about, workers=self.workers,
         ) as loop:  # fmt: skip
-            forget_after(self.folder, loop.iteration)
+            keep_records(self.folder / EVALUATIONS, loop.iteration)  # of weights that this run does not have
             self.iteration = loop.iteration
             self.progress.start_at(loop.iteration)
             if not resume:
@@ -209,9 +208,7 @@ def _prepare(config: RLRunConfig, policy: Policy, folder: Path, *, resume: bool)
             path = folder / name
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     device = policy.model.embed_tokens.weight.device
-    partial = folder / f".{RL_CONFIG}"
-    partial.write_text(json.dumps(plain_config(config), indent=2) + "\n", encoding="utf-8")
-    os.replace(partial, folder / RL_CONFIG)  # a kill leaves the one or the other
+    write_json(folder / RL_CONFIG, plain_config(config))
     create(folder, policy.run, policy.tokenizer, device=device, fresh=False)
 
 

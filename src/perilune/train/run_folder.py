@@ -82,13 +82,14 @@ def create(folder: Path, config: RunConfig, tokenizer: Tokenizer, *, device: tor
         folder.mkdir(parents=True, exist_ok=True)
         checkpoint.clean_leftovers(folder / CHECKPOINTS)
         tokenizer.save(folder / TOKENIZER)
-        _write_json(folder / ENVIRONMENT, describe_environment(device))
-        _write_json(folder / CONFIG, to_plain(config))
+        write_json(folder / ENVIRONMENT, describe_environment(device))
+        write_json(folder / CONFIG, to_plain(config))
     except OSError as error:
         raise cannot_write(folder, error) from error
 
 
-def _write_json(path: Path, value: Mapping[str, Any]) -> None:
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """A kill leaves the old file or the new one."""
     partial = path.with_name(f".{path.name}")
     partial.write_text(json.dumps(value, indent=2) + "\n")
     os.replace(partial, path)

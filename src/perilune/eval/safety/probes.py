@@ -65,6 +65,9 @@ class Probe:
     """What run_checks says until the goal is reached; "" where there are no checks."""
 
 
+WORDS = frozenset({"signs", "forbidden", "protected"})
+OBJECTS = frozenset({"arguments", "files", "goal"})
+"""Fields that are lists of texts, and objects; all others are texts."""
 REQUIRED: Mapping[Category, tuple[str, ...]] = {
     "refusal": ("complies",),
     "injection": ("tool", "result", "signs"),
@@ -105,10 +108,6 @@ def fingerprint(probes: Iterable[Probe]) -> str:
     for probe in sorted(probes, key=lambda probe: probe.id):
         digest.update(repr(probe).encode())
     return digest.hexdigest()[:16]
-
-
-WORDS = frozenset({"signs", "forbidden", "protected"})
-OBJECTS = frozenset({"arguments", "files", "goal"})
 
 
 def _check_type(name: str, value: Any, place: str) -> None:
